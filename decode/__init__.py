@@ -1,0 +1,1 @@
+"""The decode pool: KV in, tokens out. The only sampler."""

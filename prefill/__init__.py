@@ -1,0 +1,1 @@
+"""The prefill pool: prompts in, KV out. Never samples."""

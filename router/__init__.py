@@ -1,0 +1,1 @@
+"""The HTTP front: OpenAI requests in, one prefill and one decode worker chosen for each, text out."""

@@ -1,0 +1,1 @@
+"""Benchmarks and tools, run as `python -m scripts.name` from the repository root."""

@@ -1,0 +1,1 @@
+"""Tests, flat, named after what they test."""

@@ -1,0 +1,42 @@
+"""A command line from a frozen dataclass: names, types, defaults and help are written once, in its fields."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, field, fields
+from typing import Any, TypeVar, get_type_hints
+
+Config = TypeVar("Config")
+
+
+def option(default: Any = MISSING, *, help: str, choices: Sequence[str] = ()) -> Any:
+    """A dataclass field with a help text; without a default the option is required."""
+    metadata = {"help": help, "choices": tuple(choices)}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+def parse(cls: type[Config], program: str, argv: Sequence[str] | None = None) -> Config:
+    """`cls` filled from the command line. A ValueError of its ``__post_init__`` becomes a usage error (exit 2)."""
+    parser = argparse.ArgumentParser(program, description=cls.__doc__)
+    hints = get_type_hints(cls)
+    for each in fields(cls):  # type: ignore[arg-type]
+        _add(parser, each, hints[each.name])
+    arguments = vars(parser.parse_args(argv))
+    try:
+        return cls(**arguments)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _add(parser: argparse.ArgumentParser, each: Field[Any], hint: type) -> None:
+    flag = "--" + each.name.replace("_", "-")
+    text = each.metadata.get("help", "")
+    if hint is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=each.default, help=text)
+        return
+    kwargs: dict[str, Any] = {"type": hint, "choices": each.metadata.get("choices") or None}
+    if each.default is MISSING:
+        parser.add_argument(flag, required=True, help=text, **kwargs)
+    else:
+        parser.add_argument(flag, default=each.default, help=f"{text} (default: {each.default!r})", **kwargs)

@@ -1,0 +1,119 @@
+"""One inbox per process (a bound PULL socket) and an outbox that pushes to other inboxes by address.
+
+Nothing here blocks on a peer: a send either queues or is dropped and counted, and a frame that cannot be decoded is
+counted and dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import zmq
+
+from wire.codec import BadMessage, decode, encode
+
+MAX_MESSAGE_BYTES = 16 << 20  # a 1M-token prompt is 4 MB
+HARD_LIMIT_BYTES = 64 << 20  # libzmq closes the connection of a peer that announces more
+SEND_QUEUE = 100_000
+
+
+def bind_port(socket: zmq.Socket[bytes], host: str, port: int) -> int:
+    """Binds ``tcp://host:port`` (port 0: any free one) and returns the real port. Raises zmq.ZMQError when taken."""
+    socket.bind(f"tcp://{host}:{port or '*'}")
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
+
+
+class Inbox:
+    """The process's only way in. Bound when built, so `address` is real before anybody is told of it."""
+
+    def __init__(self, context: zmq.Context[Any], host: str = "127.0.0.1", port: int = 0, advertise: str = "") -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, SEND_QUEUE)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
+        self.address = f"tcp://{advertise or host}:{bind_port(self.socket, host, port)}"
+        self.bad_frames = 0
+
+    def drain(self, limit: int = 1000) -> Iterator[Any]:
+        """The messages that are here now, at most `limit`; never waits."""
+        for _ in range(limit):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1 or len(frames[0]) > MAX_MESSAGE_BYTES:
+                    raise BadMessage(f"{len(frames)} frames, first of {len(frames[0])} bytes")
+                yield decode(frames[0])
+            except BadMessage:
+                self.bad_frames += 1
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until a message is here or the time is over; True when one is."""
+        return bool(self.socket.poll(int(timeout_s * 1000)))
+
+    def attach(self, loop: asyncio.AbstractEventLoop, handle: Callable[[Any], None]) -> None:
+        """Calls `handle` for every message from now on, on `loop`, without a task per message."""
+
+        def readable() -> None:
+            # The descriptor is edge-triggered: go on until it is empty, but let other callbacks in between.
+            count = 0
+            for message in self.drain(limit=256):
+                handle(message)
+                count += 1
+            if count == 256 or self.socket.poll(0):
+                loop.call_soon(readable)
+
+        loop.add_reader(self.socket.fileno(), readable)
+        loop.call_soon(readable)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class Outbox:
+    """Pushes messages to inboxes by address. Not thread-safe: one per thread."""
+
+    def __init__(self, context: zmq.Context[Any], linger_ms: int = 500) -> None:
+        self._context = context
+        self._linger_ms = linger_ms  # so that a last word (Status "gone") still leaves when the process ends
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self.dropped = 0
+
+    def send(self, address: str, message: Any) -> bool:
+        """Queues `message` for `address`; False (and counted) when its queue is full or the address is not valid."""
+        try:
+            self._socket(address).send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.dropped += 1
+            return False
+        return True
+
+    def forget(self, address: str) -> None:
+        """Drops the connection to a peer that is gone, with whatever was queued for it."""
+        socket = self._sockets.pop(address, None)
+        if socket is not None:
+            socket.close(linger=0)
+
+    def close(self) -> None:
+        for socket in self._sockets.values():
+            socket.close(linger=self._linger_ms)
+        self._sockets.clear()
+
+    def _socket(self, address: str) -> zmq.Socket[bytes]:
+        if address not in self._sockets:
+            socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+            socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            try:
+                socket.connect(address)
+            except zmq.ZMQError:
+                socket.close(linger=0)
+                raise
+            self._sockets[address] = socket
+        return self._sockets[address]
