@@ -1,0 +1,206 @@
+"""Router, prefill pool and decode pool on one host, as child processes that live and die together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from wire.options import option, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+BUNDLED_MODEL = ROOT / "tests/data/golden/tiny-bf16/model"
+BUNDLED_TOKENIZER = ROOT / "tests/data/tokenizer"
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class LocalConfig:
+    """Serve a DeepSeek-V4 checkpoint on this host: one router, some prefill workers, some decode workers."""
+
+    model: str = option("", help="checkpoint folder; empty: the small model that ships with the project")
+    host: str = option("127.0.0.1", help="address the HTTP server binds")
+    port: int = option(8000, help="HTTP port; 0: any free one")
+    prefill: int = option(1, help="prefill workers")
+    decode: int = option(1, help="decode workers")
+    device: str = option("cpu", help="where the workers compute", choices=("cpu", "cuda"))
+    router_args: str = option("", help="further flags for the router, in one string")
+    prefill_args: str = option("", help="further flags for every prefill worker, in one string")
+    decode_args: str = option("", help="further flags for every decode worker, in one string")
+    log_dir: str = option("", help="folder for the processes' logs; empty: a new temporary one")
+    timeout_s: float = option(300.0, help="give up when nothing was served after this long")
+
+    def __post_init__(self) -> None:
+        if self.prefill < 1 or self.decode < 1:
+            raise ValueError("--prefill and --decode must be at least 1: a request needs one of each")
+
+
+class LaunchError(Exception):
+    """Why the system is not running, in one line."""
+
+
+class Child:
+    """One process of the system: its name, its log, and the lines it prints."""
+
+    def __init__(self, name: str, command: list[str], log_dir: Path, environment: dict[str, str]) -> None:
+        self.name = name
+        self.log = log_dir / f"{name}.log"
+        self._lines: list[str] = []
+        with self.log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                cwd=ROOT,
+                preexec_fn=_die_with_parent,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
+
+    def line(self, prefix: str) -> str:
+        """The rest of the first printed line that starts with `prefix`, or "" while there is none."""
+        return next((line[len(prefix) :].strip() for line in list(self._lines) if line.startswith(prefix)), "")
+
+    def check(self) -> None:
+        """Raises LaunchError with the process's last word when it has ended."""
+        code = self.process.poll()
+        if code is not None:
+            words = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+            why = words[-1] if words else "it said nothing"
+            raise LaunchError(f"{self.name} ended with exit code {code}: {why} (log: {self.log})")
+
+    def _read(self, stdout: IO[str]) -> None:
+        for line in stdout:
+            self._lines.append(line)
+
+
+class System:
+    """All children. Started in order, watched, and stopped together."""
+
+    def __init__(self, config: LocalConfig) -> None:
+        self.config = config
+        self.log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="pdserve-"))
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.children: list[Child] = []
+        self.deadline_s = time.monotonic() + config.timeout_s
+
+    def start(self) -> str:
+        """Starts everything; returns the URL once a probe has been served. Raises LaunchError."""
+        config = self.config
+        model = str(Path(config.model).resolve() if config.model else BUNDLED_MODEL)
+        if not Path(model, "config.json").is_file():
+            raise LaunchError(f"--model {config.model}: no config.json there; give a checkpoint folder in the released format")
+        router = self._spawn("router", "router", self._router_flags(model), 0)
+        inbox = self._wait_line(router, "inbox ")
+        for role, count, extra in (
+            ("prefill", config.prefill, config.prefill_args),
+            ("decode", config.decode, config.decode_args),
+        ):
+            for index in range(count):
+                flags = ["--model", model, "--router", inbox, "--device", config.device, *shlex.split(extra)]
+                self._spawn(f"{role}-{index}", role, flags, len(self.children) - 1)
+        return self._wait_line(router, "ready ")
+
+    def watch(self) -> None:
+        """Returns never: raises LaunchError as soon as a child has ended."""
+        while True:
+            for child in self.children:
+                child.check()
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """SIGTERM to every child, SIGKILL to those that are still there after five seconds."""
+        for child in self.children:
+            child.process.terminate()
+        deadline_s = time.monotonic() + 5
+        for child in self.children:
+            try:
+                child.process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+
+    def _router_flags(self, model: str) -> list[str]:
+        flags = ["--model", model, "--host", self.config.host, "--port", str(self.config.port)]
+        if not self.config.model:
+            flags += ["--tokenizer", str(BUNDLED_TOKENIZER)]
+        return [*flags, *shlex.split(self.config.router_args)]
+
+    def _spawn(self, name: str, module: str, flags: list[str], worker_index: int) -> Child:
+        environment = dict(os.environ)
+        if self.config.device == "cuda" and module != "router":
+            gpus = visible_gpus()
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[worker_index % len(gpus)]
+        child = Child(name, [sys.executable, "-m", module, *flags], self.log_dir, environment)
+        self.children.append(child)
+        return child
+
+    def _wait_line(self, child: Child, prefix: str) -> str:
+        while not child.line(prefix):
+            for each in self.children:
+                each.check()
+            if time.monotonic() > self.deadline_s:
+                raise LaunchError(f"nothing was served within {self.config.timeout_s:g} s; logs are in {self.log_dir}")
+            time.sleep(0.02)
+        return child.line(prefix)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs workers are spread over, as CUDA_VISIBLE_DEVICES names them. Raises LaunchError when there is none."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise LaunchError(f"--device cuda: nvidia-smi finds no GPU ({error})") from error
+    count = sum(line.startswith("GPU ") for line in listing.splitlines())
+    if not count:
+        raise LaunchError("--device cuda: nvidia-smi lists no GPU")
+    return [str(index) for index in range(count)]
+
+
+def _die_with_parent() -> None:
+    """In the child: SIGTERM when the launcher dies, however it dies (Linux)."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _stop_requested(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    config = parse(LocalConfig, "launch_local.sh")
+    signal.signal(signal.SIGTERM, _stop_requested)
+    system: System | None = None
+    try:
+        system = System(config)
+        print(f"ready {system.start()}", flush=True)
+        system.watch()
+    except LaunchError as error:
+        print(f"launch_local: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if system is not None:
+            system.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

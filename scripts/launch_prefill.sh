@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# Starts one prefill process; every flag is passed on (--help lists them).
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+exec "$PYTHON" -m prefill "$@"
