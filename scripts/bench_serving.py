@@ -1,0 +1,177 @@
+"""What the whole system costs: time per output token through HTTP against the bare decode loop in one process.
+
+``python -m scripts.bench_serving`` starts a system of its own (or uses --url), runs the two in turn, several rounds,
+and prints the median of each and their ratio; then an open-loop load: TTFT, time between tokens, tokens per second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import aiohttp
+import torch
+
+from model.batch import Batch, Row
+from model.runner import Runner
+from scripts.launch_local import BUNDLED_MODEL, LocalConfig, System
+from wire.options import option, parse
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Serving overhead and an open-loop load."""
+
+    model: str = option(str(BUNDLED_MODEL), help="checkpoint folder")
+    url: str = option("", help="a server that runs already (then no bare loop and no ratio); empty: start one")
+    batches: str = option("1,16", help="batch sizes of the overhead measurement")
+    rounds: int = option(5, help="how often the two sides take turns")
+    prompt_tokens: int = option(64, help="prompt length")
+    output_tokens: int = option(96, help="tokens per answer")
+    rates: str = option("1,2", help="requests per second of the open-loop load")
+    load_s: float = option(15.0, help="seconds of load per rate; 0: none")
+    device: str = option("cpu", help="where the workers and the bare loop compute", choices=("cpu", "cuda"))
+    json: str = option("", help="also write the figures to this file")
+
+
+class BareLoop:
+    """The decode loop and nothing else: batch, forward, logits, argmax."""
+
+    def __init__(self, config: BenchConfig, max_batch: int) -> None:
+        torch.set_num_threads(1)
+        self.config = config
+        self.pages_each = -(-(config.prompt_tokens + config.output_tokens + 1) // 256)
+        self.runner = Runner(config.model, config.device, num_pages=max_batch * self.pages_each + 1, num_slots=max_batch + 1)
+
+    def seconds_per_token(self, prompts: list[list[int]]) -> float:
+        """Median step time over `output_tokens` steps for these prompts together."""
+        tables = [list(range(1 + i * self.pages_each, 1 + (i + 1) * self.pages_each)) for i in range(len(prompts))]
+        for i, prompt in enumerate(prompts):
+            self._forward([Row(prompt[:-1], 0, i + 1, tables[i])])
+        last = [prompt[-1] for prompt in prompts]
+        times = []
+        for step in range(self.config.output_tokens):
+            begin_s = time.perf_counter()
+            rows = [Row([token], len(prompts[i]) - 1 + step, i + 1, tables[i]) for i, token in enumerate(last)]
+            last = self.runner.logits(self._forward(rows)).argmax(-1).tolist()
+            times.append(time.perf_counter() - begin_s)
+        return statistics.median(times)
+
+    def _forward(self, rows: list[Row]) -> torch.Tensor:
+        return self.runner.forward(Batch.build(rows, self.runner.layout.page_tokens, self.config.device))
+
+
+async def stream(session: aiohttp.ClientSession, prompt: list[int], output_tokens: int) -> list[float]:
+    """Arrival times of the tokens of one streamed answer, and before them the time of sending."""
+    body = {"prompt": prompt, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    times = [time.perf_counter()]
+    async with session.post("/v1/completions", json={**body, "return_token_ids": True}) as response:
+        if response.status != 200:
+            raise SystemExit(f"the server answered {response.status}: {await response.text()}")
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                times += [time.perf_counter()] * sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
+    return times
+
+
+async def seconds_per_token(url: str, prompts: list[list[int]], output_tokens: int) -> float:
+    """Median over the streams of (last token - first token) / (tokens - 1), all sent at once."""
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
+        runs = await asyncio.gather(*(stream(session, prompt, output_tokens) for prompt in prompts))
+    # From the moment every stream runs to the first end: the steps in which the batch is whole.
+    begin_s, end_s = max(times[1] for times in runs), min(times[-1] for times in runs)
+    whole = [[t for t in times[1:] if begin_s <= t <= end_s] for times in runs]
+    return statistics.median((times[-1] - times[0]) / (len(times) - 1) for times in whole)
+
+
+async def open_loop(url: str, config: BenchConfig, rate: float, vocabulary: int) -> dict[str, float]:
+    """Poisson arrivals at `rate` for `load_s`, whatever the server does; latencies in milliseconds."""
+    generator = random.Random(int(rate * 1000))
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
+        tasks, begin_s, due_s = [], time.perf_counter(), 0.0
+        while (due_s := due_s + generator.expovariate(rate)) < config.load_s:
+            await asyncio.sleep(max(0.0, begin_s + due_s - time.perf_counter()))
+            prompt = random_prompt(generator, config.prompt_tokens, vocabulary)
+            tasks.append(asyncio.create_task(stream(session, prompt, config.output_tokens)))
+        runs = await asyncio.gather(*tasks)
+        wall_s = time.perf_counter() - begin_s
+    first = [times[1] - times[0] for times in runs]
+    gaps = [b - a for times in runs for a, b in pairwise(times[1:])]
+    return {
+        "rate_per_s": rate,
+        "requests": len(runs),
+        "ttft_p50_ms": percentile(first, 50),
+        "ttft_p99_ms": percentile(first, 99),
+        "gap_p50_ms": percentile(gaps, 50),
+        "gap_p99_ms": percentile(gaps, 99),
+        "tokens_per_s": sum(len(times) - 1 for times in runs) / wall_s,
+    }
+
+
+def percentile(seconds: list[float], percent: int) -> float:
+    ordered = sorted(seconds)
+    return 1000 * ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+def random_prompt(generator: random.Random, length: int, vocabulary: int) -> list[int]:
+    return [generator.randrange(2, vocabulary) for _ in range(length)]
+
+
+def overhead(url: str, config: BenchConfig) -> list[dict[str, float]]:
+    """One row a batch size: the two sides in turn, medians and the ratio of each round's pair."""
+    batches = [int(text) for text in config.batches.split(",")]
+    bare = BareLoop(config, max(batches))
+    generator = random.Random(1)
+    rows = []
+    for batch in batches:
+        prompts = [random_prompt(generator, config.prompt_tokens, bare.runner.config.vocab_size) for _ in range(batch)]
+        pairs = []
+        for _ in range(config.rounds):
+            served_s = asyncio.run(seconds_per_token(url, prompts, config.output_tokens))
+            pairs.append((bare.seconds_per_token(prompts), served_s))
+        bare_s, served_s = (statistics.median(side) for side in zip(*pairs, strict=True))
+        ratio = statistics.median(served / alone for alone, served in pairs)
+        rows.append({"batch": batch, "bare_ms": 1000 * bare_s, "served_ms": 1000 * served_s, "ratio": ratio})
+    return rows
+
+
+def table(rows: list[dict[str, float]]) -> str:
+    names = list(rows[0])
+    lines = [" | ".join(f"{name:>14}" for name in names)]
+    lines += [" | ".join(f"{row[name]:>14.4g}" for name in names) for row in rows]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    config = parse(BenchConfig, "bench_serving")
+    system = None if config.url else System(LocalConfig(model=config.model, port=0, device=config.device))
+    figures: dict[str, list[dict[str, float]]] = {}
+    try:
+        url = config.url
+        if system is not None:
+            url = system.start()
+            figures["overhead"] = overhead(url, config)
+            print("time per output token, whole system against the bare decode loop in one process")
+            print(table(figures["overhead"]))
+        if config.load_s:
+            rates = [float(text) for text in config.rates.split(",")]
+            vocabulary = json.loads(Path(config.model, "config.json").read_text())["vocab_size"]
+            figures["load"] = [asyncio.run(open_loop(url, config, rate, vocabulary)) for rate in rates]
+            print(f"\nopen loop, {config.prompt_tokens} + {config.output_tokens} tokens")
+            print(table(figures["load"]))
+    finally:
+        if system is not None:
+            system.stop()
+    if config.json:
+        Path(config.json).write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
