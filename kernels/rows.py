@@ -1,0 +1,122 @@
+"""What one cached row is, byte for byte: a KV row and an index row, each in FP8, BF16 or FP32.
+
+A quantised checkpoint was trained with its rows rounded (spec B.9), so for it the values are the same in all three
+formats: the stored FP8 row is the rounding itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.quant import (
+    FP8_MAX,
+    KV_BLOCK,
+    ceil_power_of_two,
+    fp8_values,
+    hadamard,
+    quantise_fp8,
+    scale_from_byte,
+    scale_to_byte,
+    simulate_fp4,
+    simulate_fp8,
+)
+
+PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SCALE_BYTES_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class KVRow:
+    """A KV row of `head_dim` channels, the last `rope_dim` of them rotary.
+
+    "fp8": [channels before the rotary ones as e4m3][rotary as bf16][one ue8m0 byte per 64 of the former, padded to 8];
+    584 bytes for head_dim 512 (spec C.5). `rounded`: plain formats round like FP8 too.
+    """
+
+    kind: str
+    head_dim: int
+    rope_dim: int
+    rounded: bool
+
+    @property
+    def plain_dim(self) -> int:
+        return self.head_dim - self.rope_dim
+
+    @property
+    def row_bytes(self) -> int:
+        if self.kind in PLAIN_DTYPES:
+            return self.head_dim * PLAIN_DTYPES[self.kind].itemsize
+        blocks = -(-self.plain_dim // KV_BLOCK)
+        return self.plain_dim + 2 * self.rope_dim + -(-blocks // SCALE_BYTES_ALIGNMENT) * SCALE_BYTES_ALIGNMENT
+
+    def pack(self, x: Tensor) -> Tensor:
+        """x [..., head_dim] -> uint8 [..., row_bytes]."""
+        if self.kind in PLAIN_DTYPES:
+            return self._round(x).to(PLAIN_DTYPES[self.kind]).contiguous().view(torch.uint8)
+        codes, scale = quantise_fp8(x[..., : self.plain_dim], KV_BLOCK)
+        row = torch.zeros(*x.shape[:-1], self.row_bytes, dtype=torch.uint8, device=x.device)
+        scales_at = self.plain_dim + 2 * self.rope_dim
+        row[..., : self.plain_dim] = codes[..., : self.plain_dim].view(torch.uint8)
+        row[..., self.plain_dim : scales_at] = x[..., self.plain_dim :].bfloat16().contiguous().view(torch.uint8)
+        row[..., scales_at : scales_at + scale.shape[-1]] = scale_to_byte(scale)
+        return row
+
+    def unpack(self, row: Tensor) -> Tensor:
+        """uint8 [..., row_bytes] (last dim contiguous) -> float64 [..., head_dim]."""
+        if self.kind in PLAIN_DTYPES:
+            return row.view(PLAIN_DTYPES[self.kind]).double()
+        values = torch.empty(*row.shape[:-1], self.head_dim, dtype=torch.float64, device=row.device)
+        scales_at = self.plain_dim + 2 * self.rope_dim
+        values[..., : self.plain_dim] = fp8_values(row[..., : self.plain_dim])
+        values[..., self.plain_dim :] = row[..., self.plain_dim : scales_at].view(torch.bfloat16)
+        for block, first in enumerate(range(0, self.plain_dim, KV_BLOCK)):
+            scale = scale_from_byte(row[..., scales_at + block, None])
+            values[..., first : min(first + KV_BLOCK, self.plain_dim)] *= scale
+        return values
+
+    def _round(self, x: Tensor) -> Tensor:
+        if not self.rounded:
+            return x
+        return torch.cat((simulate_fp8(x[..., : self.plain_dim], KV_BLOCK).to(x.dtype), x[..., self.plain_dim :]), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRow:
+    """An indexer key of `dim` channels. `rounded`: Hadamard and FP4 first (spec B.7), the query alike.
+
+    "fp8": [dim e4m3][one float32 power-of-two scale], 132 bytes for dim 128. FP4 values survive it exactly while the
+    block scales of a row are within 2^14 of each other: 0.5 * smallest / (largest * 2^-6) >= 2^-9, e4m3's last bit.
+    """
+
+    kind: str
+    dim: int
+    rounded: bool
+
+    @property
+    def row_bytes(self) -> int:
+        if self.kind in PLAIN_DTYPES:
+            return self.dim * PLAIN_DTYPES[self.kind].itemsize
+        return self.dim + 4
+
+    def round(self, x: Tensor) -> Tensor:
+        """x [..., dim] as the scores see it, in x's dtype."""
+        return simulate_fp4(hadamard(x)).to(x.dtype) if self.rounded else x
+
+    def pack(self, x: Tensor) -> Tensor:
+        """x [..., dim] -> uint8 [..., row_bytes]."""
+        x = self.round(x)
+        if self.kind in PLAIN_DTYPES:
+            return x.to(PLAIN_DTYPES[self.kind]).contiguous().view(torch.uint8)
+        scale = ceil_power_of_two(x.double().abs().amax(-1, keepdim=True).clamp_(min=FP8_MAX * 2.0**-120) / FP8_MAX)
+        codes = (x / scale).float().to(torch.float8_e4m3fn).view(torch.uint8)
+        return torch.cat((codes, scale.float().view(torch.uint8)), -1)
+
+    def unpack(self, row: Tensor) -> Tensor:
+        """uint8 [..., row_bytes] (last dim contiguous) -> float64 [..., dim]."""
+        if self.kind in PLAIN_DTYPES:
+            return row.view(PLAIN_DTYPES[self.kind]).double()
+        scale = row[..., self.dim :].view(torch.float32)
+        return fp8_values(row[..., : self.dim]) * scale

@@ -1,0 +1,41 @@
+"""The KV memory of one process: two uint8 tensors, and the strided views of a layout's fields in them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvtransfer.layout import Field, KVLayout
+
+
+class Arena:
+    """`pages` uint8 [num_pages, page_bytes] and `slots` uint8 [num_slots, slot_bytes], zero-filled, on `device`.
+
+    Whoever moves bytes sees whole pages and slots; the model sees `page_field` and `slot_field`.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, num_slots: int, device: str | torch.device = "cpu") -> None:
+        if num_pages < 2 or num_slots < 2:
+            raise ValueError("an arena needs two pages and two slots at least: number 0 of each is reserved")
+        self.layout = layout
+        self.pages = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
+        self.slots = torch.zeros(num_slots, layout.slot_bytes, dtype=torch.uint8, device=device)
+
+    def page_field(self, field: Field) -> Tensor:
+        """uint8 view [num_pages, rows, row_bytes] of one field of every page (strided: no copy)."""
+        return _field_view(self.pages, field)
+
+    def slot_field(self, field: Field) -> Tensor:
+        """uint8 view [num_slots, rows, row_bytes] of one field of every slot (strided: no copy)."""
+        return _field_view(self.slots, field)
+
+    def copy_page(self, src: int, dst: int) -> None:
+        self.pages[dst].copy_(self.pages[src])
+
+    def copy_slot(self, src: int, dst: int) -> None:
+        self.slots[dst].copy_(self.slots[src])
+
+
+def _field_view(memory: Tensor, field: Field) -> Tensor:
+    row = memory[:, field.offset : field.offset + field.nbytes]
+    return row.view(memory.shape[0], field.rows, field.row_bytes)

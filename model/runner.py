@@ -1,0 +1,76 @@
+"""Runner: one rank's model and KV memory. Builds, loads, makes the arena, runs batches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtransfer.arena import Arena
+from model.batch import Batch
+from model.cache import LayerCache, kv_layout, resolve_kv_dtype
+from model.config import ModelConfig
+from model.mtp import MTP
+from model.transformer import Transformer
+from model.weights import Checkpoint
+
+
+class Runner:
+    """Loads `model_dir` onto `device`. Raises ValueError that says what is wrong with the config, the checkpoint or an
+    option."""
+
+    def __init__(
+        self,
+        model_dir: str,
+        device: str = "cpu",
+        kv_dtype: str = "auto",
+        page_tokens: int = 256,
+        *,
+        num_pages: int,
+        num_slots: int,
+    ) -> None:
+        self.device = torch.device(device)
+        self.config = ModelConfig.load(model_dir)
+        self.kv_dtype = resolve_kv_dtype(self.config, kv_dtype)
+        self.layout = kv_layout(self.config, self.kv_dtype, page_tokens)
+        checkpoint = Checkpoint.open(model_dir, self.config, self.device)
+        self.transformer = Transformer(checkpoint, self.kv_dtype)
+        self.mtp = MTP(checkpoint, self.transformer, self.kv_dtype) if self.config.num_nextn_predict_layers else None
+        checkpoint.finish()
+        self.checkpoint_digest = checkpoint.digest()
+        self.arena = Arena(self.layout, num_pages, num_slots, self.device)
+        caches = [LayerCache.of(self.arena, self.config, layer) for layer in range(self.config.num_layers)]
+        self.main_caches, self.mtp_caches = caches[: self.config.num_hidden_layers], caches[self.config.num_hidden_layers :]
+
+    def identity(self) -> dict[str, Any]:
+        """What two workers must agree on before KV may pass between them, in the words of an operator."""
+        text = json.dumps(asdict(self.config), sort_keys=True)
+        return {
+            "config": hashlib.sha256(text.encode()).hexdigest()[:16],
+            "checkpoint": self.checkpoint_digest,
+            "dtype": str(self.transformer.dtype).removeprefix("torch."),
+            "kv_dtype": self.kv_dtype,
+            **self.layout.identity(),
+        }
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Writes the batch's KV into the arena; the streams after the last main layer, [T, hc_mult, hidden]."""
+        return self.transformer.forward(batch, self.main_caches)
+
+    @torch.inference_mode()
+    def logits(self, streams: Tensor) -> Tensor:
+        """streams [R, hc_mult, hidden] -> float32 [R, vocab]."""
+        return self.transformer.logits(streams)
+
+    @torch.inference_mode()
+    def draft(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """One MTP pass over the batch's positions (model/mtp.py): (MTP streams, logits). `batch.tokens` is not looked at.
+        Raises ValueError when the checkpoint has no MTP layer."""
+        if self.mtp is None:
+            raise ValueError("this checkpoint has no MTP layer (num_nextn_predict_layers is 0)")
+        return self.mtp.forward(streams, next_tokens, batch, self.mtp_caches[0])

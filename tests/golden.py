@@ -1,0 +1,99 @@
+"""The golden data for tests: two tiny checkpoints, their prompts, and what DeepSeek's own code answers (README beside it)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.batch import Batch, Row
+from model.runner import Runner
+
+FOLDER = Path(__file__).parent / "data" / "golden"
+CASES = ("tiny-bf16", "tiny-fp8fp4")
+PAGE_TOKENS = 256
+
+torch.set_num_threads(1)
+
+
+@cache
+def verify() -> ModuleType:
+    """The comparison that came with the data: tolerances, near-ties and all."""
+    spec = importlib.util.spec_from_file_location("golden_verify", FOLDER / "verify.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def case(name: str) -> Any:
+    """verify.Case: `.prompts[p]["ids" | "tokens" | ...]`, `.t["p.logits"]`, `.js["batches"]`, `.n` new tokens."""
+    return verify().Case(str(FOLDER / name))
+
+
+def model_dir(name: str, folder: str = "model") -> str:
+    return str(FOLDER / name / folder)
+
+
+def prompt(name: str, which: str) -> tuple[list[int], list[int]]:
+    """(ids, the greedy tokens that follow)."""
+    stored = case(name).prompts[which]
+    return list(stored["ids"]), list(stored["tokens"])
+
+
+@cache
+def units() -> dict[str, Tensor]:
+    """Inputs and outputs of the quantisers."""
+    stored = verify().read_safetensors(str(FOLDER / "tiny-fp8fp4" / "expected" / "units.safetensors"))
+    return {name: torch.from_numpy(value.copy()) for name, value in stored.items()}
+
+
+@cache
+def layer_outputs(name: str) -> dict[str, Tensor]:
+    stored = verify().read_safetensors(str(FOLDER / name / "expected" / "layers.safetensors"))
+    return {key: torch.from_numpy(value.copy()) for key, value in stored.items()}
+
+
+@cache
+def runner(name: str, kv_dtype: str = "auto", folder: str = "model") -> Runner:
+    """One loaded model per test process; 64 pages and 20 slots."""
+    return Runner(model_dir(name, folder), kv_dtype=kv_dtype, page_tokens=PAGE_TOKENS, num_pages=64, num_slots=20)
+
+
+def pages_of(slot: int) -> list[int]:
+    """Three pages (768 tokens) that belong to `slot` in these tests."""
+    return [3 * slot - 2, 3 * slot - 1, 3 * slot]
+
+
+def run(model: Runner, rows: Sequence[tuple[int, Sequence[int], int]]) -> tuple[Tensor, Batch]:
+    """One step of (slot, tokens, start) rows: the streams of every token, and the batch."""
+    batch = Batch.build([Row(tokens, start, slot, pages_of(slot)) for slot, tokens, start in rows], PAGE_TOKENS)
+    return model.forward(batch), batch
+
+
+def logits_in_chunks(model: Runner, ids: Sequence[int], cuts: Sequence[int], slot: int = 1, start: int = 0) -> Tensor:
+    """Logits of every token of `ids` (at position `start` on), fed as chunks of `cuts` tokens, the last size repeated."""
+    out, at, sizes = [], 0, list(cuts)
+    while at < len(ids):
+        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        out.append(model.logits(run(model, [(slot, ids[at : at + size], start + at)])[0]))
+        at += size
+    return torch.cat(out)
+
+
+def greedy(model: Runner, first: Sequence[int], lengths: Sequence[int], slots: Sequence[int], steps: int) -> list[list[int]]:
+    """`steps` more tokens of each sequence, decoded together, whose `first` token comes at position lengths[i]."""
+    answers = [[token] for token in first]
+    for step in range(steps):
+        rows = [(slot, answer[-1:], length + step) for slot, answer, length in zip(slots, answers, lengths, strict=True)]
+        best = model.logits(run(model, rows)[0]).argmax(-1).tolist()
+        for answer, token in zip(answers, best, strict=True):
+            answer.append(token)
+    return answers

@@ -1,0 +1,179 @@
+"""ModelConfig names the field it cannot accept; the layout of the released model has the published sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.cache import index_row, kv_layout, kv_row
+from model.config import ModelConfig
+from tests import golden
+
+RELEASED: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "sliding_window": 128,
+    "compress_rope_theta": 160000,
+    "rope_theta": 10000,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 2048,
+    "num_hash_layers": 3,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hidden_act": "silu",
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1048576,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "expert_dtype": "fp4",
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+}
+
+
+def test_the_released_layout() -> None:
+    """986,624 bytes a page of 256 tokens in 62 fields; rows of 584 and 132 bytes; 44 windows, 21 CSA, 20 HCA layers."""
+    config = ModelConfig.from_json(RELEASED)
+    layout = kv_layout(config)
+    assert (kv_row(config, "auto").row_bytes, index_row(config, "auto").row_bytes) == (584, 132)
+    assert (layout.page_bytes, len(layout.page)) == (986_624, 62)
+    kinds = [field.kind for field in layout.page]
+    assert (kinds.count("csa"), kinds.count("csa_index"), kinds.count("hca")) == (21, 21, 20)
+    assert {(f.kind, f.rows, f.row_bytes) for f in layout.page} == {("csa", 64, 584), ("csa_index", 64, 132), ("hca", 2, 584)}
+    assert {(f.kind, f.rows, f.row_bytes, f.keep, f.modulo) for f in layout.slot} == {
+        ("window", 132, 584, 127, 1),
+        ("csa_state", 12, 8192, 4, 4),
+        ("csa_index_state", 12, 2048, 4, 4),
+        ("hca_state", 132, 4096, 0, 128),
+    }
+    assert [f.layer for f in layout.slot if f.kind == "window"] == list(range(44))
+    live = sum(nbytes for _, nbytes in layout.live_slot_spans(100_003))
+    csa = (4 + 3) * (8192 + 2048) * 21
+    assert live == 44 * 127 * 584 + csa + 20 * (100_003 % 128) * 4096
+    assert kv_layout(config, "bf16").find(2, "csa").row_bytes == 1024
+    assert kv_layout(config, "bf16").find(2, "csa_index").row_bytes == 256
+    assert kv_layout(config, "fp32").find(43, "window").row_bytes == 2048
+
+
+@pytest.mark.parametrize("page_tokens", [0, 64, 100, 200])
+def test_a_page_ends_with_a_compression_window(page_tokens: int) -> None:
+    with pytest.raises(ValueError, match="multiple of 128"):
+        kv_layout(ModelConfig.from_json(RELEASED), page_tokens=page_tokens)
+
+
+def test_other_bad_layout_options() -> None:
+    config = ModelConfig.from_json(RELEASED)
+    with pytest.raises(ValueError, match="kv dtype 'int8' is unknown"):
+        kv_layout(config, "int8")
+    with pytest.raises(ValueError, match="rollback_tokens"):
+        kv_layout(config, rollback_tokens=-1)
+    assert kv_layout(config, rollback_tokens=0).find(0, "window").rows == 128
+
+
+def test_auto_kv_dtype_follows_the_checkpoint() -> None:
+    assert golden.runner("tiny-bf16").kv_dtype == "fp32"
+    assert golden.runner("tiny-fp8fp4").kv_dtype == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "4096"}, "hidden_size is '4096': it must be a whole number"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"vocab_size": 0}, "vocab_size is 0: it must be 1 or more"),
+        ({"swiglu_limit": -1.0}, "swiglu_limit"),
+        ({"hc_eps": float("nan")}, "hc_eps"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads is 8: only 1"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"scoring_func": "sigmoid"}, "scoring_func"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"n_shared_experts": 2}, "n_shared_experts"),
+        ({"model_type": "deepseek_v3"}, "model_type is 'deepseek_v3'"),
+        ({"model_type": "", "architectures": None}, "model_type"),
+        ({"model_type": "deepseek_v41"}, "deepseek_v41 is not supported: .*CSA2"),
+        ({"architectures": ["DeepseekV41ForConditionalGeneration"]}, "deepseek_v41 is not supported"),
+        ({"dspark_block_size": 5}, "dspark_block_size is not supported: .*DSpark drafter"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2"),
+        ({"compress_ratios": [0, 4]}, "compress_ratios must be a list of 43"),
+        ({"compress_ratios": [*[16] * 43, 0]}, "compress_ratios holds 16"),
+        ({"compress_ratios": [*[4] * 43, 4]}, "MTP layer 4"),
+        ({"rope_scaling": None}, "rope_scaling is None"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.type is 'linear'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 16}}, "rope_scaling.original_max_position_embeddings is missing"),
+        ({"expert_dtype": "fp6"}, "expert_dtype is 'fp6'"),
+        ({"quantization_config": None}, "expert_dtype is 'fp4' but quantization_config is missing"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq'"),
+        ({"qk_rope_head_dim": 512}, "qk_rope_head_dim"),
+        ({"index_head_dim": 96}, "index_head_dim is 96: it must be a power of two"),
+        ({"o_groups": 7}, "o_groups is 7"),
+        ({"num_experts_per_tok": 257}, "num_experts_per_tok"),
+        ({"num_hash_layers": 44}, "num_hash_layers"),
+        ({"eos_token_id": 129280}, "eos_token_id"),
+        ({"rope_theta": 0}, "rope_theta"),
+    ],
+)
+def test_the_error_names_the_field(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_json(RELEASED | change)
+
+
+def test_fp8_experts_and_no_mtp() -> None:
+    base = {key: value for key, value in RELEASED.items() if key != "expert_dtype"}
+    assert ModelConfig.from_json(base).expert_dtype == "fp8"
+    config = ModelConfig.from_json(base | {"num_nextn_predict_layers": 0, "compress_ratios": RELEASED["compress_ratios"][:43]})
+    assert config.num_layers == 43
+    with pytest.raises(KeyError):
+        kv_layout(config).find(43, "window")
+
+
+def test_a_bad_config_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
+        ModelConfig.load(tmp_path)
+    for text, message in (("{", "is not JSON"), ("[]", "must hold a JSON object")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            ModelConfig.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(RELEASED))
+    assert ModelConfig.load(tmp_path) == ModelConfig.from_json(RELEASED)
