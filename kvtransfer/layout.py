@@ -108,6 +108,11 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     return ""
 
 
+def identity_fingerprint(identity: dict[str, Any]) -> str:
+    """A digest of a whole identity (layout and model): what an Offer carries, so that each hand-off is checked too."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def _place(fields: Sequence[Field]) -> tuple[tuple[Field, ...], int]:
     placed, offset = [], 0
     for field in fields:

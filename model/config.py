@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,16 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Main layers and the MTP layer."""
         return self.num_hidden_layers + self.num_nextn_predict_layers
+
+    def named_values(self) -> dict[str, Any]:
+        """Every field as a plain value, nested ones as "rope_scaling.factor"; to compare two workers' models by name."""
+        flat: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            if isinstance(value, dict):
+                flat |= {f"{name}.{inner}": each for inner, each in value.items()}
+            else:
+                flat[name] = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        return flat
 
     @classmethod
     def load(cls, model_dir: str | Path) -> ModelConfig:

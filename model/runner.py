@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -48,10 +45,9 @@ class Runner:
 
     def identity(self) -> dict[str, Any]:
         """What two workers must agree on before KV may pass between them, in the words of an operator."""
-        text = json.dumps(asdict(self.config), sort_keys=True)
         return {
-            "config": hashlib.sha256(text.encode()).hexdigest()[:16],
-            "checkpoint": self.checkpoint_digest,
+            **{f"model.{name}": value for name, value in self.config.named_values().items()},
+            "model.checkpoint": self.checkpoint_digest,
             "dtype": str(self.transformer.dtype).removeprefix("torch."),
             "kv_dtype": self.kv_dtype,
             **self.layout.identity(),

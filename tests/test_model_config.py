@@ -177,3 +177,12 @@ def test_a_bad_config_file(tmp_path: Path) -> None:
             ModelConfig.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(RELEASED))
     assert ModelConfig.load(tmp_path) == ModelConfig.from_json(RELEASED)
+
+
+def test_named_values_are_plain_and_tell_two_models_apart() -> None:
+    ours = ModelConfig.from_json(RELEASED)
+    theirs = ModelConfig.from_json({**RELEASED, "sliding_window": 64})
+    assert all(isinstance(value, (int, float, str)) for value in ours.named_values().values())
+    assert "rope_scaling.factor" in ours.named_values()
+    different = {name for name, value in ours.named_values().items() if theirs.named_values()[name] != value}
+    assert different == {"sliding_window"}

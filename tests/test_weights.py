@@ -160,7 +160,7 @@ def test_names_may_have_a_prefix(tmp_path: Path) -> None:
     directory = copy("tiny-bf16", tmp_path)
     header, body = read(directory / SINGLE_FILE)
     write(directory / SINGLE_FILE, {k if k == "__metadata__" else f"model.{k}": v for k, v in header.items()}, body)
-    assert load(directory).identity()["checkpoint"] == golden.runner("tiny-bf16").identity()["checkpoint"]
+    assert load(directory).identity()["model.checkpoint"] == golden.runner("tiny-bf16").identity()["model.checkpoint"]
 
 
 def test_an_expert_outside_the_table(tmp_path: Path) -> None:
@@ -235,10 +235,10 @@ def test_identity_tells_checkpoints_apart(tmp_path: Path) -> None:
     first = header["layers.4.attn.wq_a.weight"]["data_offsets"][0]
     write(directory / SINGLE_FILE, header, body[:first] + bytes([body[first] ^ 1]) + body[first + 1 :])
     theirs = load(directory).identity()
-    assert {name for name in ours if ours[name] != theirs[name]} == {"checkpoint"}
+    assert {name for name in ours if ours[name] != theirs[name]} == {"model.checkpoint"}
     narrow = Runner(str(directory), kv_dtype="bf16", num_pages=2, num_slots=2).identity()
     assert narrow["kv_dtype"] == "bf16" and narrow["layout"] != theirs["layout"]
-    assert set(ours) >= {"config", "checkpoint", "dtype", "kv_dtype", "page_bytes", "layout"}
+    assert set(ours) >= {"model.hidden_size", "model.checkpoint", "dtype", "kv_dtype", "page_bytes", "layout"}
 
 
 def test_reading_leaves_the_file_alone(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def _put(types: dict[str, str], lines: dict[str, list[str]], name: str, kind: st
     if types.setdefault(name, kind) != kind:
         return  # two processes disagree on what a name is: the first one wins, the page stays valid
     for suffix, labels, value in rows:
-        lines.setdefault(name, []).append(f"{name}{suffix}{{{labels}}} {value:g}" if labels else f"{name}{suffix} {value:g}")
+        number = repr(float(value))  # all digits: a rate over a counter that is rounded to six is wrong
+        lines.setdefault(name, []).append(f"{name}{suffix}{{{labels}}} {number}" if labels else f"{name}{suffix} {number}")
 
 
 def _histogram_rows(labels: str, entry: list[Any]) -> list[tuple[str, str, float]]:

@@ -31,12 +31,12 @@ def parse(cls: type[Config], program: str, argv: Sequence[str] | None = None) ->
 
 def _add(parser: argparse.ArgumentParser, each: Field[Any], hint: type) -> None:
     flag = "--" + each.name.replace("_", "-")
-    text = each.metadata.get("help", "")
-    if hint is bool:
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=each.default, help=text)
-        return
+    text = each.metadata.get("help", "").replace("%", "%%")  # argparse formats help texts
     kwargs: dict[str, Any] = {"type": hint, "choices": each.metadata.get("choices") or None}
+    if hint is bool:
+        kwargs = {"action": argparse.BooleanOptionalAction}
     if each.default is MISSING:
         parser.add_argument(flag, required=True, help=text, **kwargs)
     else:
-        parser.add_argument(flag, default=each.default, help=f"{text} (default: {each.default!r})", **kwargs)
+        shown = repr(each.default).replace("%", "%%")
+        parser.add_argument(flag, default=each.default, help=f"{text} (default: {shown})", **kwargs)

@@ -17,6 +17,7 @@ from wire.codec import BadMessage, decode, encode
 MAX_MESSAGE_BYTES = 16 << 20  # a 1M-token prompt is 4 MB
 HARD_LIMIT_BYTES = 64 << 20  # libzmq closes the connection of a peer that announces more
 SEND_QUEUE = 100_000
+MAX_PEERS = 256  # connections an outbox holds: peers come and go under new addresses, and nobody says that one is gone
 
 
 def bind_port(socket: zmq.Socket[bytes], host: str, port: int) -> int:
@@ -37,6 +38,7 @@ class Inbox:
         self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
         self.address = f"tcp://{advertise or host}:{bind_port(self.socket, host, port)}"
         self.bad_frames = 0
+        self._detach: Callable[[], Any] = lambda: None
 
     def drain(self, limit: int = 1000) -> Iterator[Any]:
         """The messages that are here now, at most `limit`; never waits."""
@@ -54,24 +56,29 @@ class Inbox:
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until a message is here or the time is over; True when one is."""
-        return bool(self.socket.poll(int(timeout_s * 1000)))
+        return bool(self.socket.poll(max(0, int(timeout_s * 1000))))  # a negative time would mean "for ever" to libzmq
 
     def attach(self, loop: asyncio.AbstractEventLoop, handle: Callable[[Any], None]) -> None:
         """Calls `handle` for every message from now on, on `loop`, without a task per message."""
 
         def readable() -> None:
             # The descriptor is edge-triggered: go on until it is empty, but let other callbacks in between.
-            count = 0
-            for message in self.drain(limit=256):
-                handle(message)
-                count += 1
-            if count == 256 or self.socket.poll(0):
-                loop.call_soon(readable)
+            if self.socket.closed:
+                return
+            try:
+                for message in self.drain(limit=256):
+                    handle(message)
+            finally:  # even when `handle` raised: what is left would not make the descriptor readable again
+                if not self.socket.closed and self.socket.poll(0):
+                    loop.call_soon(readable)
 
-        loop.add_reader(self.socket.fileno(), readable)
+        descriptor = self.socket.fileno()
+        loop.add_reader(descriptor, readable)
         loop.call_soon(readable)
+        self._detach = lambda: loop.remove_reader(descriptor)
 
     def close(self) -> None:
+        self._detach()
         self.socket.close()
 
 
@@ -105,8 +112,11 @@ class Outbox:
         self._sockets.clear()
 
     def _socket(self, address: str) -> zmq.Socket[bytes]:
-        if address not in self._sockets:
+        if address in self._sockets:
+            self._sockets[address] = self._sockets.pop(address)  # the last used is the last in order
+        else:
             socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.LINGER, self._linger_ms)  # the default is for ever, for a process that ends without close()
             socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -116,4 +126,6 @@ class Outbox:
                 socket.close(linger=0)
                 raise
             self._sockets[address] = socket
+            if len(self._sockets) > MAX_PEERS:
+                self._sockets.pop(next(iter(self._sockets))).close(linger=self._linger_ms)
         return self._sockets[address]

@@ -1,0 +1,69 @@
+"""The digest of a hand-off: independent of order, sensitive to everything else."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.digest import combine, span_digest
+
+BASE: dict[str, Any] = {"key": (5, 1), "kind": "page", "number": 3, "offset": 64, "data": b"some bytes of a page"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": (6, 1)},
+        {"key": (5, 2)},
+        {"key": (1, 5)},
+        {"kind": "slot"},
+        {"number": 4},
+        {"offset": 0},
+        {"data": b"some bytes of a pagf"},
+        {"data": b"some bytes of a pag"},
+        {"data": b"some bytes of a page\0"},
+    ],
+    ids=repr,
+)
+def test_everything_that_matters_changes_it(change: dict[str, Any]) -> None:
+    assert span_digest(**{**BASE, **change}) != span_digest(**BASE)
+
+
+def test_two_pages_that_change_places_change_the_sum() -> None:
+    right = combine(span_digest((1, 0), "page", number, 0, data) for number, data in ((1, b"one"), (2, b"two")))
+    wrong = combine(span_digest((1, 0), "page", number, 0, data) for number, data in ((2, b"one"), (1, b"two")))
+    assert right != wrong
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=20), st.randoms(use_true_random=False))
+def test_order_and_grouping_do_not_matter(digests: list[int], shuffler: random.Random) -> None:
+    shuffled = list(digests)
+    shuffler.shuffle(shuffled)
+    cut = shuffler.randint(0, len(digests))
+    assert combine(digests) == combine(shuffled) == combine((combine(shuffled[:cut]), combine(shuffled[cut:])))
+    assert 0 <= combine(digests) < 2**64
+    assert combine(()) == 0
+
+
+@given(st.integers(0, 999), st.integers(0, 7))
+def test_any_flipped_bit_changes_it(position: int, bit: int) -> None:
+    data = bytearray(range(250)) * 4
+    before = span_digest((1, 0), "page", 1, 0, bytes(data))
+    data[position] ^= 1 << bit
+    assert span_digest((1, 0), "page", 1, 0, bytes(data)) != before
+
+
+def test_it_is_xxh3_of_the_bytes_seeded_by_the_place_in_any_buffer() -> None:
+    data = np.arange(200, dtype=np.uint8)
+    place = (
+        b"".join(n.to_bytes(8, "little") for n in (2**64 - 1, 1)) + b"\x01" + b"".join(n.to_bytes(8, "little") for n in (3, 64))
+    )
+    expected = xxhash.xxh3_64_intdigest(data.tobytes(), xxhash.xxh3_64_intdigest(place))
+    assert span_digest((2**64 - 1, 1), "page", 3, 64, data.data) == expected
+    assert span_digest((2**64 - 1, 1), "page", 3, 64, data.tobytes()) == expected

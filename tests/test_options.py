@@ -1,0 +1,79 @@
+"""A command line from a frozen dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from wire.options import option, parse
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the tests start."""
+
+    model: str = option(help="a checkpoint directory")
+    port: int = option(0, help="0: any free port")
+    ratio: float = option(0.9, help="how full, 100% is everything")
+    device: str = option("cpu", help="where", choices=("cpu", "cuda"))
+    advertise: str = option("", help="50% of all users need this")
+    trace: bool = option(False, help="write a trace")
+
+    def __post_init__(self) -> None:
+        if self.port < 0:
+            raise ValueError("--port must not be negative")
+
+
+@dataclass(frozen=True)
+class Strict:
+    trace: bool = option(help="must be said")
+
+
+def test_defaults_and_required() -> None:
+    assert parse(Config, "worker", ["--model", "m"]) == Config("m", 0, 0.9, "cpu", "", False)
+
+
+def test_every_type() -> None:
+    argv = ["--model=m", "--port", "81", "--ratio", "0.5", "--device", "cuda", "--advertise", "host", "--trace"]
+    assert parse(Config, "worker", argv) == Config("m", 81, 0.5, "cuda", "host", True)
+    assert parse(Config, "worker", ["--model=m", "--trace", "--no-trace"]).trace is False
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--model"),
+        (["--model=m", "--port=x"], "--port"),
+        (["--model=m", "--port=1.5"], "--port"),
+        (["--model=m", "--device=tpu"], "cuda"),
+        (["--model=m", "--nonsense"], "--nonsense"),
+        (["--model=m", "--port=-1"], "--port must not be negative"),
+    ],
+)
+def test_a_wrong_line_says_what_is_wrong_and_exits_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(Config, "worker", argv)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_bool_without_default_is_required() -> None:
+    with pytest.raises(SystemExit):
+        parse(Strict, "worker", [])
+    assert parse(Strict, "worker", ["--no-trace"]) == Strict(False)
+
+
+def test_help_shows_texts_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(Config, "worker", ["--help"])
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "What the tests start.",
+        "how full, 100% is everything (default: 0.9)",
+        "{cpu,cuda}",
+        "50% of all",
+        "--no-trace",
+    ):
+        assert part in text

@@ -1,0 +1,65 @@
+"""A worker's Status, sent twice a second by a thread that a long step cannot starve.
+
+The loop publishes what it is; the thread repeats the last word with a socket of its own. The router is told at once
+when the worker starts, and once more, with state "gone", when it leaves.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import zmq
+
+from wire.codec import encode
+from wire.messages import Status
+
+PERIOD_S = 0.5
+LAST_WORD_MS = 500  # how long "gone" may take to leave
+
+
+class Heartbeat:
+    """Sends the newest published Status until it is closed. Raises zmq.ZMQError for an address that is none."""
+
+    def __init__(self, context: zmq.Context[Any], router: str, status: Status, period_s: float = PERIOD_S) -> None:
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        # Nothing is queued for a router that is away: only the newest Status is worth sending, not the thousands before.
+        # (CONFLATE would say the same, but closing such a socket loses its last message.)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 2)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(min(period_s, PERIOD_S) * 1000))
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        try:
+            self._socket.connect(router)
+        except zmq.ZMQError:
+            self._socket.close(linger=0)
+            raise
+        self._period_s = period_s
+        self._closing = threading.Event()
+        self.publish(status)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def publish(self, status: Status) -> None:
+        """Takes a new snapshot; any thread. It is encoded here, so that one that cannot be fails where it was made."""
+        self._frame, self._last_word = encode(status), encode(replace(status, state="gone"))
+
+    def close(self) -> None:
+        """Says "gone" and ends the thread."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._send(self._frame)
+            self._closing.wait(self._period_s)
+        self._send(self._last_word)
+        self._socket.close(linger=LAST_WORD_MS)
+
+    def _send(self, frame: bytes) -> None:
+        try:
+            self._socket.send(frame)
+        except zmq.Again:
+            return  # there is no connection; the next beat tries again
