@@ -1,0 +1,36 @@
+"""``python -m router``: one line and exit code 1 when it cannot start."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import uvloop
+import zmq
+
+from router.config import RouterConfig
+from router.server import Router
+from router.text import TokenizerError
+from wire.options import parse
+
+
+async def _serve(config: RouterConfig) -> None:
+    router = Router(config)
+    gc.freeze()  # the vocabulary's tables are here to stay: full collections need not walk them
+    await router.run()
+
+
+def main() -> None:
+    config = parse(RouterConfig, "python -m router")
+    try:
+        uvloop.run(_serve(config))
+    except TokenizerError as error:
+        sys.exit(f"router: {error}")
+    except zmq.ZMQError as error:
+        sys.exit(f"router: cannot bind the inbox {config.inbox_host}:{config.inbox_port}: {error}")
+    except OSError as error:
+        sys.exit(f"router: cannot listen on {config.host}:{config.port}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""The HTTP side: routes, and the story of a request from body to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from router.answer import Answer, Prompt
+from router.chat import THINK, encode_chat
+from router.completions import Completion, CompletionStream
+from router.config import RouterConfig
+from router.conversation import Chat, ChatShape, ChatStream
+from router.dispatch import Dispatcher, Request
+from router.errors import ApiError, invalid
+from router.health import Health
+from router.openai import (
+    CompletionRequest,
+    Options,
+    check_ids,
+    check_vocabulary,
+    output_tokens,
+    parse_chat,
+    parse_completion,
+    parse_json,
+)
+from router.stream import EventStream, Reply, Written
+from router.text import Tokenizer
+from wire.messages import SamplingParams
+from wire.metrics import Metrics, render
+
+_LOG = logging.getLogger("pdserve.router")
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+INLINE_CHARS = 2000  # longer texts are tokenised in a thread: 150,000 characters take 0.1 s
+OPENAPI = Path(__file__).with_name("openapi.json")
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class App:
+    """Handlers and what they share. `handle` is the whole server for aiohttp's `web.Server`."""
+
+    def __init__(
+        self, config: RouterConfig, dispatcher: Dispatcher, health: Health, metrics: Metrics, tokenizer: Tokenizer | None
+    ) -> None:
+        self._config = config
+        self._dispatcher = dispatcher
+        self._health = health
+        self._metrics = metrics
+        self._tokenizer = tokenizer
+        self._model = config.served_name
+        self._threads = ThreadPoolExecutor(1, "tokenize")
+        self._openapi = OPENAPI.read_text(encoding="utf-8")
+        self._routes: dict[str, dict[str, Handler]] = {
+            "/v1/completions": {"POST": self.completions},
+            "/v1/chat/completions": {"POST": self.chat_completions},
+            "/v1/models": {"GET": self.models},
+            "/health": {"GET": self.health},
+            "/metrics": {"GET": self.metrics},
+            "/openapi.json": {"GET": self.openapi},
+        }
+
+    @property
+    def paths(self) -> list[str]:
+        return list(self._routes)
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await self._find(request)(request)
+        except ApiError as error:
+            self._metrics.add(f"http_{error.status}")
+            return _error_reply(error)
+        except web.HTTPRequestEntityTooLarge:
+            self._metrics.add("http_413")
+            return _error_reply(self._too_large()).close_after()
+        except ConnectionError:
+            raise
+        except Exception:  # a bug of ours must not look like anything else, and costs only this request
+            _LOG.exception("%s %s", request.method, request.path)
+            self._metrics.add("http_500")
+            return _error_reply(ApiError(500, "internal error; the server's log has the details", code="internal"))
+
+    def _find(self, request: web.BaseRequest) -> Handler:
+        methods = self._routes.get(request.path)
+        if methods is None and request.path.startswith("/v1/models/"):
+            methods = {"GET": self.model}
+        if methods is None:
+            raise ApiError(404, f"there is nothing at {request.path}", code="not_found")
+        handler = methods.get("GET" if request.method == "HEAD" else request.method)
+        if handler is None:
+            allowed = ", ".join(methods)
+            message = f"{request.method} is not allowed here, only {allowed}"
+            raise ApiError(405, message, code="method_not_allowed", allow=allowed)
+        return handler
+
+    # ---- generation ----
+
+    async def completions(self, http: web.BaseRequest) -> web.StreamResponse:
+        wanted = parse_completion(await self._read(http))
+        options = self._admit(wanted.options, len(wanted.prompts))
+        prompts = [await self._prompt(prompt) for prompt in wanted.prompts]
+        sampling = self._completion_sampling(wanted, prompts)
+        silent = options.max_tokens == 0
+        if not options.stream:
+            answer = Completion(options, prompts, self._tokenizer, self._model, wanted.echo, silent)
+            return await self._whole(answer, sampling)
+        events = EventStream(http, self._config.stream_buffer_bytes)
+        stream = CompletionStream(events, options, prompts, self._tokenizer, self._model, wanted.echo, silent)
+        return await self._streamed(events, stream, sampling)
+
+    async def chat_completions(self, http: web.BaseRequest) -> web.StreamResponse:
+        wanted = parse_chat(await self._read(http))
+        options = self._admit(wanted.options, 1)
+        if self._tokenizer is None:
+            raise invalid("messages", _NO_TOKENIZER, "no_tokenizer")
+        try:
+            text = encode_chat(wanted.messages, wanted.thinking, wanted.effort)
+        except RecursionError as error:  # nested as deep as JSON may be read, which is too deep to write it again
+            raise invalid("messages", "tools or schemas are nested too deeply") from error
+        prompts = [Prompt(await self._encode(text, "messages"), text)]
+        sampling = [options.params(self._output(options, prompts[0], 0))]
+        shape = ChatShape(text.endswith(THINK), wanted.tools)
+        if not options.stream:
+            return await self._whole(Chat(options, prompts, self._tokenizer, self._model, shape), sampling)
+        events = EventStream(http, self._config.stream_buffer_bytes)
+        return await self._streamed(events, ChatStream(events, options, prompts, self._tokenizer, self._model, shape), sampling)
+
+    async def _whole(self, answer: Completion | Chat, sampling: list[SamplingParams]) -> web.StreamResponse:
+        requests = self._submit(answer, sampling)
+        try:
+            await answer.done
+        finally:
+            self._drop(requests)
+        self._count(answer)
+        return Reply(answer.body())
+
+    async def _streamed(
+        self, events: EventStream, answer: CompletionStream | ChatStream, sampling: list[SamplingParams]
+    ) -> web.StreamResponse:
+        """Events leave from the dispatcher's callbacks; this coroutine only waits for the end."""
+        requests = self._submit(answer, sampling)
+        try:
+            await answer.done
+        except ApiError as error:
+            if not events.started:
+                raise
+            self._metrics.add("streams_broken")
+            events.send(f"data: {error.body()}\n\n")
+            events.end()
+        finally:
+            self._drop(requests)
+            if events.overflowed:
+                self._metrics.add("streams_overflowed")
+        self._count(answer)
+        return Written(events)
+
+    def _submit(self, answer: Answer, sampling: list[SamplingParams]) -> list[Request]:
+        """One request for each prompt. Anything after this must drop them, whatever happens."""
+        if sampling[0].prompt_logprobs >= 0:
+            answer.expect_scores()
+        requests = []
+        for number, (prompt, params) in enumerate(zip(answer.prompts, sampling, strict=True)):
+            request = Request.new(prompt.ids, answer.options.n, params, answer.listener(number))
+            requests.append(request)
+            self._dispatcher.submit(request)
+        self._metrics.add("requests")
+        return requests
+
+    def _drop(self, requests: list[Request]) -> None:
+        for request in requests:
+            if not request.closed:
+                self._dispatcher.cancel(request)
+                self._metrics.add("requests_dropped")
+
+    def _count(self, answer: Answer) -> None:
+        usage = answer.usage()
+        self._metrics.add("prompt_tokens", usage["prompt_tokens"])
+        self._metrics.add("completion_tokens", usage["completion_tokens"])
+
+    # ---- checks and tokens ----
+
+    async def _read(self, http: web.BaseRequest) -> dict[str, Any]:
+        """The JSON body. Raises ApiError 400 or 413."""
+        kind = http.headers.get("Content-Type", "application/json")
+        if kind != "application/json" and kind.partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(400, f"Content-Type must be application/json, not {kind!r}", code="invalid_content_type")
+        if "Expect" in http.headers and http.headers["Expect"].lower() == "100-continue" and http.transport is not None:
+            http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return parse_json(await http.read())
+
+    def _admit(self, options: Options, prompts: int) -> Options:
+        """Raises ApiError when the model is another one, nobody can serve now, or ids are not in the vocabulary."""
+        if options.model is not None and options.model != self._model:
+            raise ApiError(404, f"model: {options.model!r} is not served, only {self._model!r}", "model", "model_not_found")
+        if prompts * options.n > self._config.max_requests:
+            raise invalid(
+                "n", f"{prompts} prompts x {options.n} samples are more than the limit of {self._config.max_requests}"
+            )
+        if options.stop and self._tokenizer is None:
+            raise invalid("stop", _NO_TEXT, "no_tokenizer")
+        self._dispatcher.check_room(prompts * options.n)
+        check_vocabulary(options, self._dispatcher.pool.vocab_size)
+        return options
+
+    async def _prompt(self, raw: str | list[int]) -> Prompt:
+        if isinstance(raw, str):
+            if self._tokenizer is None:
+                raise invalid("prompt", _NO_TOKENIZER, "no_tokenizer")
+            # An empty text still needs a token to go on from.
+            return Prompt(await self._encode(raw, "prompt") or [self._dispatcher.pool.bos_token_id], raw)
+        check_ids(raw, self._dispatcher.pool.vocab_size, "prompt")
+        return Prompt(raw)
+
+    async def _encode(self, text: str, param: str) -> list[int]:
+        assert self._tokenizer is not None
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise invalid(param, "has half of a surrogate pair, which is not text") from error
+        if len(text) <= INLINE_CHARS:
+            return self._tokenizer.encode(text)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._tokenizer.encode, text)
+
+    def _completion_sampling(self, wanted: CompletionRequest, prompts: list[Prompt]) -> list[SamplingParams]:
+        scores = wanted.options.logprobs if wanted.echo else -1
+        outputs = [self._output(wanted.options, prompt, COMPLETION_TOKENS) for prompt in prompts]
+        return [wanted.options.params(max(output, 1), scores) for output in outputs]
+
+    def _output(self, options: Options, prompt: Prompt, default: int) -> int:
+        return output_tokens(options, len(prompt.ids), self._dispatcher.pool.context_tokens, default)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._config.max_body_bytes} bytes", code="body_too_large")
+
+    # ---- the rest ----
+
+    async def models(self, http: web.BaseRequest) -> web.StreamResponse:
+        return Reply(json.dumps({"object": "list", "data": [self._card()]}))
+
+    async def model(self, http: web.BaseRequest) -> web.StreamResponse:
+        name = http.path.removeprefix("/v1/models/")
+        if name != self._model:
+            raise ApiError(404, f"model: {name!r} is not served, only {self._model!r}", "model", "model_not_found")
+        return Reply(json.dumps(self._card()))
+
+    def _card(self) -> dict[str, Any]:
+        pool = self._dispatcher.pool
+        context = pool.context_tokens if pool.has_pair() else None
+        return {"id": self._model, "object": "model", "created": 0, "owned_by": "pdserve", "max_model_len": context}
+
+    async def health(self, http: web.BaseRequest) -> web.StreamResponse:
+        report = self._health.report()
+        if report["reason"] is None:
+            return Reply(json.dumps(report))
+        return Reply(json.dumps(report), status=503, headers={"Retry-After": "1"})
+
+    async def metrics(self, http: web.BaseRequest) -> web.StreamResponse:
+        pool = self._dispatcher.pool
+        self._metrics.set("samples_in_flight", self._dispatcher.in_flight)
+        self._metrics.set("healthy", float(not self._health.reason()))
+        for role in ("prefill", "decode"):
+            self._metrics.set(f"{role}_workers", len(pool.workers(role)))
+        sources = [({"role": "router", "worker": "router"}, self._metrics.snapshot())]
+        sources += [({"role": worker.role, "worker": worker.name}, worker.metrics) for worker in pool.workers()]
+        return Reply(render(sources), content_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def openapi(self, http: web.BaseRequest) -> web.StreamResponse:
+        return Reply(self._openapi)
+
+
+_NO_TEXT = "the model has no tokenizer.json, so there is no text to look for it in: use stop_token_ids"
+_NO_TOKENIZER = "the model has no tokenizer.json, so only token ids are served: send prompt as an array of ids"
+
+
+def _error_reply(error: ApiError) -> Reply:
+    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else {}
+    headers |= {"Allow": error.allow} if error.allow else {}
+    return Reply(error.body(), status=error.status, headers=headers)

@@ -1,0 +1,44 @@
+"""The one exception a client gets to see, and its OpenAI-shaped JSON."""
+
+from __future__ import annotations
+
+import json
+
+_TYPES = {400: "invalid_request_error", 404: "not_found_error", 405: "invalid_request_error", 413: "invalid_request_error"}
+_TYPES |= {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+
+
+class ApiError(Exception):
+    """An answer other than 200: HTTP status, a sentence that says what to change, the offending field, a short code."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = 0,
+        allow: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.allow = allow  # 405: the methods that are
+
+    def body(self) -> str:
+        """``{"error": {"message", "type", "param", "code"}}``, ASCII only, so any echo of the client's text is safe."""
+        kind = _TYPES.get(self.status, "server_error")
+        return json.dumps({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
+
+
+def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """A 400 about one field; the message starts with its name."""
+    return ApiError(400, f"{param}: {message}", param, code)
+
+
+def unavailable(message: str) -> ApiError:
+    """A 503 worth another try in a second."""
+    return ApiError(503, message, code="no_workers", retry_after_s=1)

@@ -1,0 +1,185 @@
+"""The live workers of both roles: who may join, how loaded each is, which one serves next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from wire.messages import Status
+from wire.metrics import valid_snapshot
+
+ROLES = ("prefill", "decode")
+MAX_WORKERS = 1024
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Ledger(Generic[Key]):
+    """Amounts by key and their sum. The sum is only changed with an entry, so it cannot drift or go negative."""
+
+    __slots__ = ("_amounts", "total")
+
+    def __init__(self) -> None:
+        self._amounts: dict[Key, int] = {}
+        self.total = 0
+
+    def put(self, key: Key, amount: int) -> None:
+        self.total += amount - self._amounts.get(key, 0)
+        self._amounts[key] = amount
+
+    def drop(self, key: Key) -> None:
+        self.total -= self._amounts.pop(key, 0)
+
+
+class Worker:
+    """One worker process as the router knows it: its last Status, and what this router has given it to do."""
+
+    def __init__(self, status: Status, now_s: float) -> None:
+        self.role = status.role
+        self.name = status.name
+        self.inbox = status.inbox
+        self.identity = status.identity
+        self.prompt_tokens: Ledger[tuple[int, int]] = Ledger()  # prefill: handed over, first token not yet back
+        self.sequences: Ledger[tuple[int, int]] = Ledger()  # decode
+        self.cache_tokens: Ledger[tuple[int, int]] = Ledger()  # decode: worst case of those sequences
+        self.proven_s = -math.inf  # last time a hand-off through it worked
+        self.checked_s = -math.inf  # last time that was tried, by traffic or by a probe
+        self.failures = 0  # since it worked
+        self.picked = 0
+        self.update(status, now_s)
+
+    def update(self, status: Status, now_s: float) -> None:
+        self.seen_s = now_s
+        self.load = {name: value for name, value in status.load.items() if _is_number(value)}
+        self.metrics = status.metrics if valid_snapshot(status.metrics) else [{}, {}, {}]
+
+    def number(self, name: str, default: float) -> float:
+        return float(self.load.get(name, default))
+
+    def fits(self, tokens: int) -> bool:
+        return tokens <= self.number("max_context", math.inf)
+
+    def wait_s(self, tokens: int) -> float:
+        """Prefill: how long until a prompt of that many tokens would be done, by the measured rate."""
+        return (self.prompt_tokens.total + tokens) / max(self.number("tokens_per_s", 1.0), 1.0)
+
+    def fullness(self, samples: int, tokens: int) -> float:
+        """Decode: the fuller of batch and cache if this request came in too; above 1 it would have to wait."""
+        batch = (self.sequences.total + samples) / max(self.number("max_batch", 64), 1)
+        used = 1 - self.number("free_pages", 1) / max(self.number("total_pages", 1), 1)
+        room = max(self.number("total_pages", 0) * self.identity_tokens(), 1)
+        return max(batch, used, (self.cache_tokens.total + tokens) / room)
+
+    def identity_tokens(self) -> int:
+        tokens = self.identity.get("page_tokens")
+        return tokens if isinstance(tokens, int) and tokens > 0 else 256
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a new sequence has to wait here; unknown numbers mean no."""
+        batch_full = self.number("running", 0) >= self.number("max_batch", math.inf)
+        return batch_full or self.number("free_slots", 1) <= 0 or self.number("queued", 0) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A worker that may not join, while it still asks."""
+
+    reason: str
+    inbox: str
+    seen_s: float
+
+
+class Pool:
+    """Workers by name, in the order they joined."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, dict[str, Worker]] = {role: {} for role in ROLES}
+        self.refused: dict[str, Refusal] = {}  # by name
+        self._clock = 0
+        self.context_tokens = 0  # the longest prompt + output that some pair can hold
+        self.vocab_size = 0
+        self.bos_token_id = 0
+
+    def workers(self, role: str = "") -> list[Worker]:
+        if not role:
+            return [*self._workers["prefill"].values(), *self._workers["decode"].values()]
+        return list(self._workers[role].values())
+
+    def find(self, role: str, name: str) -> Worker | None:
+        return self._workers[role].get(name)
+
+    def has_pair(self) -> bool:
+        return bool(self._workers["prefill"] and self._workers["decode"])
+
+    def missing(self) -> str:
+        """Which pools are empty, as a sentence; "" when a pair exists."""
+        empty = [role for role in ROLES if not self._workers[role]]
+        return f"no live {' and no live '.join(empty)} worker" if empty else ""
+
+    def add(self, worker: Worker) -> None:
+        self._workers[worker.role][worker.name] = worker
+        self.refused.pop(worker.name, None)
+        self.changed()
+
+    def remove(self, worker: Worker) -> None:
+        self._workers[worker.role].pop(worker.name, None)
+        self.changed()
+
+    def objection(self, status: Status) -> str:
+        """Why this worker may not join: the first field in which it differs from the first live one; "" when it may."""
+        if len(self.workers()) >= MAX_WORKERS:
+            return f"the cluster already has {MAX_WORKERS} workers"
+        others = (w for w in self.workers() if (w.role, w.name) != (status.role, status.name))
+        first = next(others, None)
+        if first is None:
+            return ""
+        return difference(first.name, first.identity, status.name, status.identity)
+
+    def changed(self) -> None:
+        """Members or their reports have changed: what all requests ask for is worked out once."""
+        longest = [max((w.number("max_context", math.inf) for w in self.workers(role)), default=0.0) for role in ROLES]
+        self.context_tokens = int(min(*longest, float(1 << 30)))
+        self.vocab_size = self._reported("vocab_size", 1 << 32)
+        self.bos_token_id = self._reported("bos_token_id", 0)
+
+    def _reported(self, name: str, default: int) -> int:
+        """A number that all workers agree on."""
+        return next((int(worker.load[name]) for worker in self.workers() if name in worker.load), default)
+
+    def choose_prefill(self, tokens: int, avoid: Collection[str]) -> Worker | None:
+        return self._choose("prefill", tokens, avoid, lambda worker: worker.wait_s(tokens))
+
+    def choose_decode(self, samples: int, prompt: int, output: int, avoid: Collection[str]) -> Worker | None:
+        worst = samples * (prompt + output)
+        return self._choose("decode", prompt + output, avoid, lambda worker: worker.fullness(samples, worst))
+
+    def _choose(self, role: str, tokens: int, avoid: Collection[str], cost: Callable[[Worker], float]) -> Worker | None:
+        """The cheapest worker; one that just failed or is too small only when there is no other; ties go round."""
+        workers = list(self._workers[role].values())
+        if len(workers) < 2:
+            return workers[0] if workers else None
+        best = min(workers, key=lambda w: (not w.fits(tokens), w.name in avoid, w.failures > 0, cost(w), w.picked))
+        self._clock += 1
+        best.picked = self._clock
+        return best
+
+
+def difference(ours: str, identity: dict[str, Any], theirs: str, other: dict[str, Any]) -> str:
+    """The first field in which two workers differ, with both values; "" when they can work together."""
+    for field in (*identity, *(key for key in other if key not in identity)):
+        mine, your = identity.get(field, "missing"), other.get(field, "missing")
+        if mine != your or type(mine) is not type(your):
+            return f"{field} differs: {_short(mine)} on {ours}, {_short(your)} on {theirs}"
+    return ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "…"
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 1 << 53

@@ -1,0 +1,122 @@
+"""The router process: binds both sides, serves until told to stop, closes every stream with a word."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import zmq
+from aiohttp import web
+
+from router.app import App
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.errors import unavailable
+from router.health import Health
+from router.text import Tokenizer
+from wire.metrics import Metrics
+from wire.sockets import Inbox, Outbox
+
+_HTTP_LOG = logging.getLogger("pdserve.http")
+_HTTP_LOG.setLevel(logging.CRITICAL)  # aiohttp logs a traceback for every malformed request: anybody could fill the disk
+BACKLOG = 4096  # 256 clients that connect at once must not meet a full accept queue
+GOODBYE_S = 1.0
+
+
+class Router:
+    """All parts wired together, so that tests can run one in their own loop. Use `start` and `stop`."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Binds the inbox and reads the tokenizer. Raises zmq.ZMQError or TokenizerError."""
+        path = config.tokenizer_path
+        self.tokenizer = Tokenizer(path) if path is not None else None
+        self.config = config
+        self.metrics = Metrics()
+        self._context: zmq.Context[Any] = zmq.Context()
+        try:
+            self.inbox = Inbox(self._context, config.inbox_host, config.inbox_port, config.advertise)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+        self._outbox = Outbox(self._context)
+        self.dispatcher = Dispatcher(config, self._outbox, self.inbox.address, self.metrics, self._defer)
+        self.health = Health(config, self.dispatcher)
+        self.app = App(config, self.dispatcher, self.health, self.metrics, self.tokenizer)
+        self.url = ""
+        self._runner: web.ServerRunner | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    @staticmethod
+    def _defer(callback: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_soon(callback)
+
+    async def start(self) -> None:
+        """Listens. Raises OSError when the HTTP address is taken."""
+        loop = asyncio.get_running_loop()
+        listener = _listen(self.config.host, self.config.port)
+        server = web.Server(
+            self.app.handle, request_factory=self._request, handler_cancellation=True, access_log=None, logger=_HTTP_LOG
+        )
+        self._runner = web.ServerRunner(server, shutdown_timeout=GOODBYE_S)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self.inbox.attach(loop, self.dispatcher.handle)
+        self._watch = loop.create_task(self.health.run())
+
+    async def stop(self) -> None:
+        """Ends every request with a 503 or an error event, then closes."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watch
+        self.dispatcher.fail_all(unavailable("the server is shutting down"))
+        if self._runner is not None:
+            await asyncio.sleep(0.05)  # the handlers write their last words
+            await self._runner.cleanup()
+        self.inbox.close()
+        self._outbox.close()
+        self._context.destroy(linger=200)
+
+    async def run(self) -> None:
+        """Serves until SIGTERM or SIGINT; prints the two lines that launchers wait for."""
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await self.start()
+        print(f"inbox {self.inbox.address}", flush=True)
+        announce, stopped = asyncio.create_task(self._announce()), asyncio.create_task(stop.wait())
+        assert self._watch is not None
+        await asyncio.wait({stopped, self._watch}, return_when=asyncio.FIRST_COMPLETED)
+        announce.cancel()
+        if self._watch.done():
+            self._watch.result()  # only a bug ends it: better no router than one that no longer notices anything
+        await self.stop()
+
+    async def _announce(self) -> None:
+        await self.health.ready.wait()
+        print(f"ready {self.url}", flush=True)
+
+    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]) -> web.BaseRequest:
+        loop = asyncio.get_running_loop()
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=self.config.max_body_bytes)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

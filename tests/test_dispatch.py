@@ -1,0 +1,465 @@
+"""The dispatcher alone, with a clock and an outbox of the test's: choice, retries, losses, and whatever the wire brings."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from router.config import RouterConfig
+from router.dispatch import Dispatcher, Request
+from router.errors import ApiError
+from router.health import Health
+from router.pool import Ledger
+from wire.messages import (
+    ALL_SAMPLES,
+    Abort,
+    Failed,
+    Prefill,
+    PromptLogprobs,
+    Refused,
+    SamplingParams,
+    Status,
+    Tokens,
+    unpack_ids,
+)
+from wire.metrics import Metrics
+
+IDENTITY = {"page_tokens": 256, "dtype": "bf16"}
+LOAD = {"max_context": 1000, "vocab_size": 320, "max_batch": 8, "free_pages": 10, "total_pages": 10, "tokens_per_s": 1000.0}
+
+
+class FakeOutbox:
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, Any]] = []
+        self.full: set[str] = set()
+
+    def send(self, address: str, message: Any) -> bool:
+        if address in self.full:
+            return False
+        self.sent.append((address, message))
+        return True
+
+    def forget(self, address: str) -> None:
+        self.sent.append((address, "forgotten"))
+
+    def of(self, kind: type) -> list[tuple[str, Any]]:
+        return [(address, message) for address, message in self.sent if isinstance(message, kind)]
+
+
+@dataclass
+class Heard:
+    """A listener that writes down what it hears."""
+
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, str] = field(default_factory=dict)
+    error: ApiError | None = None
+    prompt: PromptLogprobs | None = None
+    stop_at: int = -1
+
+    def tokens(self, sample: int, ids: list[int], finish: str, logprobs: Any, tops: Any) -> bool:
+        self.ids.setdefault(sample, []).extend(ids)
+        if finish:
+            self.finished[sample] = finish
+        return self.stop_at in ids
+
+    def prompt_logprobs(self, message: PromptLogprobs) -> None:
+        self.prompt = message
+
+    def failed(self, error: ApiError) -> None:
+        self.error = error
+
+
+class Bench:
+    def __init__(self, **config: Any) -> None:
+        self.now = 100.0
+        self.outbox = FakeOutbox()
+        self.metrics = Metrics()
+        self.dispatcher = Dispatcher(
+            RouterConfig(**config),
+            self.outbox,
+            "tcp://router",
+            self.metrics,
+            lambda flush: flush(),
+            lambda: self.now,
+        )
+
+    def join(self, role: str, name: str, state: str = "serving", inbox: str = "", **load: Any) -> None:
+        identity = load.pop("identity", IDENTITY)
+        status = Status(role, name, state, inbox or f"tcp://{name}", identity, LOAD | load, [{}, {}, {}])
+        self.dispatcher.handle(status)
+
+    def pair(self) -> None:
+        self.join("prefill", "p0")
+        self.join("decode", "d0")
+
+    def submit(self, n: int = 1, prompt: list[int] | None = None, **sampling: Any) -> tuple[Request, Heard]:
+        heard = Heard()
+        params = SamplingParams(**{"max_tokens": 10, "seed": 1, **sampling})
+        request = Request.new(prompt or [5, 6, 7], n, params, heard)
+        self.dispatcher.submit(request)
+        return request, heard
+
+    def rows(self, request: Request, attempt: int, ids: list[int], finish: str = "", sample: int = 0) -> None:
+        self.dispatcher.handle(Tokens([[request.rid, attempt, sample, ids, finish, None, None]]))
+
+    def fail(self, request: Request, attempt: int, cause: str, sample: int = ALL_SAMPLES, retryable: bool = True) -> None:
+        self.dispatcher.handle(Failed(request.rid, attempt, sample, cause, f"it was {cause}", retryable))
+
+    def prefills(self) -> list[tuple[str, Prefill]]:
+        return self.outbox.of(Prefill)
+
+    def is_empty(self) -> bool:
+        """Nothing in flight, nothing accounted to any worker."""
+        dispatcher = self.dispatcher
+        totals = [(w.prompt_tokens.total, w.sequences.total, w.cache_tokens.total) for w in dispatcher.pool.workers()]
+        return dispatcher.in_flight == 0 and not dispatcher._tries and all(total == (0, 0, 0) for total in totals)
+
+
+def test_a_request_goes_to_a_pair_and_its_tokens_come_back() -> None:
+    bench = Bench()
+    bench.pair()
+    request, heard = bench.submit(n=2)
+    [(address, message)] = bench.prefills()
+    assert address == "tcp://p0" and message.decode_inbox == "tcp://d0" and message.router_inbox == "tcp://router"
+    assert unpack_ids(message.tokens) == [5, 6, 7] and message.prompt_tokens == 3 and message.samples == (0, 1)
+    bench.rows(request, 0, [1, 2])
+    bench.rows(request, 0, [3], "length")
+    bench.rows(request, 0, [9], "stop", sample=1)
+    assert heard.ids == {0: [1, 2, 3], 1: [9]} and heard.finished == {0: "length", 1: "stop"}
+    assert request.closed and bench.is_empty() and not bench.outbox.of(Abort)
+
+
+def test_no_pair_or_no_room_is_refused_at_once() -> None:
+    bench = Bench(max_requests=3)
+    with pytest.raises(ApiError, match="no live prefill and no live decode worker") as caught:
+        bench.dispatcher.check_room(1)
+    assert caught.value.status == 503 and caught.value.retry_after_s
+    bench.join("decode", "d0")
+    with pytest.raises(ApiError, match="no live prefill worker"):
+        bench.dispatcher.check_room(1)
+    bench.join("prefill", "p0")
+    bench.submit(n=2)
+    bench.dispatcher.check_room(1)
+    with pytest.raises(ApiError) as caught:
+        bench.dispatcher.check_room(2)
+    assert caught.value.status == 429 and caught.value.retry_after_s
+
+
+def test_prefill_goes_to_the_worker_that_is_done_soonest() -> None:
+    bench = Bench()
+    bench.join("decode", "d0")
+    bench.join("prefill", "slow", tokens_per_s=100.0)
+    bench.join("prefill", "fast", tokens_per_s=1000.0)
+    for _ in range(11):
+        bench.submit(prompt=[5] * 100)
+    counts = [address for address, _ in bench.prefills()]
+    assert counts.count("tcp://fast") == 10 and counts.count("tcp://slow") == 1
+
+
+def test_decode_is_chosen_by_sequences_and_free_pages() -> None:
+    bench = Bench()
+    bench.join("prefill", "p0")
+    bench.join("decode", "d0")
+    bench.join("decode", "d1")
+    for _ in range(6):
+        bench.submit()
+    inboxes = [message.decode_inbox for _, message in bench.prefills()]
+    assert inboxes.count("tcp://d0") == inboxes.count("tcp://d1") == 3
+    bench.join("decode", "d0", free_pages=1)  # nearly full, whatever this router knows of it
+    bench.submit()
+    assert bench.prefills()[-1][1].decode_inbox == "tcp://d1"
+
+
+def test_a_prompt_goes_where_it_fits() -> None:
+    bench = Bench()
+    bench.join("prefill", "p0")
+    bench.join("decode", "small", max_context=20)
+    bench.join("decode", "large", max_context=500)
+    assert bench.dispatcher.pool.context_tokens == 500
+    for _ in range(3):
+        bench.submit(prompt=[5] * 100)
+    assert {message.decode_inbox for _, message in bench.prefills()} == {"tcp://large"}
+
+
+def test_cancel_tells_both_workers_and_leaves_nothing() -> None:
+    bench = Bench()
+    bench.pair()
+    request, heard = bench.submit(n=3)
+    bench.rows(request, 0, [1])
+    bench.dispatcher.cancel(request)
+    bench.dispatcher.cancel(request)
+    assert [(a, m.sample) for a, m in bench.outbox.of(Abort)] == [("tcp://p0", ALL_SAMPLES), ("tcp://d0", ALL_SAMPLES)]
+    bench.rows(request, 0, [2])
+    assert heard.ids == {0: [1]} and bench.is_empty() and bench.metrics.count("rows_stale") == 1
+
+
+def test_a_stop_string_ends_only_its_sample_on_decode() -> None:
+    bench = Bench()
+    bench.pair()
+    request, heard = bench.submit(n=2)
+    heard.stop_at = 42
+    bench.rows(request, 0, [41, 42])
+    assert bench.outbox.of(Abort) == [("tcp://d0", Abort(request.rid, 0, 0))]
+    bench.rows(request, 0, [43])  # was on its way
+    bench.rows(request, 0, [44], "length", sample=1)
+    assert heard.ids == {0: [41, 42], 1: [44]} and bench.is_empty()
+
+
+def test_a_retracted_sample_goes_on_from_its_tokens_under_a_new_attempt() -> None:
+    bench = Bench(max_attempts=1)
+    bench.pair()
+    request, heard = bench.submit(n=2)
+    bench.rows(request, 0, [1, 2])
+    for attempt in range(5):  # never counts as a failure
+        bench.fail(request, attempt, "retracted", sample=0)
+        message = bench.prefills()[-1][1]
+        assert (message.attempt, message.samples, message.prompt_tokens) == (attempt + 1, (0,), 3)
+        assert unpack_ids(message.tokens) == [5, 6, 7, 1, 2]
+    bench.rows(request, 0, [99])  # a late row of the old attempt
+    bench.rows(request, 0, [8], "length", sample=1)  # the other sample never moved
+    bench.rows(request, 5, [3], "stop")
+    assert heard.ids == {0: [1, 2, 3], 1: [8]} and bench.is_empty()
+
+
+@pytest.mark.parametrize("cause", ["transfer", "timeout", "internal"])
+def test_a_failure_is_retried_elsewhere_and_only_so_often(cause: str) -> None:
+    bench = Bench(max_attempts=3)
+    for name in "012":
+        bench.join("prefill", f"p{name}")
+        bench.join("decode", f"d{name}")
+    request, heard = bench.submit()
+    for attempt in range(3):
+        bench.fail(request, attempt, cause)
+    assert [message.attempt for _, message in bench.prefills()] == [0, 1, 2]
+    assert len({address for address, _ in bench.prefills()}) == 3
+    assert len({message.decode_inbox for _, message in bench.prefills()}) == 3
+    assert heard.error is not None and heard.error.status == 500 and f"it was {cause}" in heard.error.message
+    assert bench.is_empty()
+
+
+def test_refused_is_the_clients_fault_and_not_retryable_is_final() -> None:
+    bench = Bench()
+    bench.pair()
+    request, heard = bench.submit()
+    bench.fail(request, 0, "refused", retryable=False)
+    assert heard.error is not None and heard.error.status == 400 and heard.error.message == "it was refused"
+    request, heard = bench.submit()
+    bench.fail(request, 0, "internal", retryable=False)
+    assert heard.error is not None and heard.error.status == 500 and len(bench.prefills()) == 2
+
+
+def test_a_silent_decode_worker_is_routed_around_in_mid_stream() -> None:
+    bench = Bench(dead_after_s=3)
+    bench.join("prefill", "p0")
+    bench.join("decode", "d0")
+    request, heard = bench.submit(n=3)
+    bench.rows(request, 0, [1], sample=0)
+    bench.rows(request, 0, [2], "length", sample=1)
+    bench.now += 2
+    bench.join("decode", "d1")
+    bench.join("prefill", "p0")
+    bench.now += 1.5
+    bench.dispatcher.sweep()
+    assert ("tcp://d0", "forgotten") in bench.outbox.sent and ("tcp://p0", Abort(request.rid, 0)) in bench.outbox.sent
+    retries = [message for _, message in bench.prefills()[1:]]
+    assert [(m.samples, unpack_ids(m.tokens), m.decode_inbox) for m in retries] == [
+        ((2,), [5, 6, 7], "tcp://d1"),
+        ((0,), [5, 6, 7, 1], "tcp://d1"),
+    ]
+    bench.rows(request, retries[0].attempt, [7], "stop", sample=2)
+    bench.rows(request, retries[1].attempt, [8], "stop", sample=0)
+    assert heard.ids == {0: [1, 8], 1: [2], 2: [7]} and bench.is_empty()
+
+
+def test_a_lost_prefill_worker_matters_only_until_the_first_token() -> None:
+    bench = Bench()
+    bench.pair()
+    bench.join("prefill", "p1")
+    started, heard = bench.submit()
+    bench.rows(started, 0, [1])
+    waiting = [bench.submit()[0] for _ in range(2)]
+    bench.join("prefill", "p0", state="gone")
+    assert len(bench.prefills()) >= 4 and all(address == "tcp://p1" for address, _ in bench.prefills()[3:])
+    bench.rows(started, 0, [2], "stop")
+    assert heard.finished == {0: "stop"}
+    for request in waiting:
+        bench.rows(request, request.attempts - 1, [1], "stop")
+    assert bench.is_empty()
+
+
+def test_an_accepted_request_waits_a_while_for_a_worker_to_come_back() -> None:
+    bench = Bench(recovery_wait_s=5, dead_after_s=3)
+    bench.pair()
+    request, heard = bench.submit()
+    bench.join("decode", "d0", state="gone")
+    other, unlucky = bench.submit()
+    bench.now += 2
+    bench.join("prefill", "p0")
+    bench.dispatcher.sweep()
+    assert heard.error is None
+    bench.join("decode", "d0", inbox="tcp://d0-again")
+    assert [m.decode_inbox for _, m in bench.prefills()[-2:]] == ["tcp://d0-again"] * 2
+    bench.dispatcher.cancel(request)
+    bench.join("decode", "d0", state="gone", inbox="tcp://d0-again")
+    bench.now += 5.1
+    bench.join("prefill", "p0")
+    bench.dispatcher.sweep()
+    assert unlucky.error is not None and unlucky.error.status == 503 and "no live decode" in unlucky.error.message
+    assert bench.is_empty() and other.closed
+
+
+def test_a_worker_that_comes_back_under_its_name_replaces_the_old_one() -> None:
+    bench = Bench()
+    bench.pair()
+    request, heard = bench.submit()
+    bench.join("decode", "d0", inbox="tcp://new")
+    assert ("tcp://d0", "forgotten") in bench.outbox.sent and bench.prefills()[-1][1].decode_inbox == "tcp://new"
+    assert len(bench.dispatcher.pool.workers("decode")) == 1
+    bench.rows(request, 1, [4], "stop")
+    assert heard.ids == {0: [4]}
+
+
+def test_a_different_identity_is_refused_with_the_field() -> None:
+    bench = Bench()
+    bench.join("prefill", "p0")
+    bench.join("decode", "d0", identity=IDENTITY | {"dtype": "fp8"})
+    [(address, refused)] = bench.outbox.of(Refused)
+    assert address == "tcp://d0" and refused.reason == "dtype differs: 'bf16' on p0, 'fp8' on d0"
+    assert not bench.dispatcher.pool.has_pair()
+    health = Health(RouterConfig(), bench.dispatcher, lambda: bench.now)
+    assert "d0 was refused: dtype differs" in health.reason()
+    bench.join("decode", "d1", identity={"page_tokens": 256})
+    assert "dtype differs: 'bf16' on p0, 'missing' on d1" in bench.outbox.of(Refused)[-1][1].reason
+    # Once the old cluster is gone a new kind may form one.
+    bench.join("prefill", "p0", state="gone")
+    bench.join("decode", "d0", identity=IDENTITY | {"dtype": "fp8"})
+    assert [worker.name for worker in bench.dispatcher.pool.workers()] == ["d0"]
+
+
+def test_a_full_outbox_counts_as_a_failure_of_that_worker() -> None:
+    bench = Bench()
+    bench.pair()
+    bench.outbox.full = {"tcp://p0"}
+    bench.join("prefill", "p1")
+    for _ in range(2):
+        _, heard = bench.submit()
+        assert heard.error is None
+    assert {address for address, _ in bench.prefills()} == {"tcp://p1"}
+
+
+def test_deadlines_end_requests() -> None:
+    bench = Bench(request_timeout_s=10)
+    bench.pair()
+    _, heard = bench.submit()
+    bench.now += 10.1
+    bench.join("prefill", "p0")
+    bench.join("decode", "d0")
+    bench.dispatcher.sweep()
+    assert heard.error is not None and heard.error.status == 504 and len(bench.outbox.of(Abort)) == 2 and bench.is_empty()
+
+
+def test_prompt_logprobs_come_once_and_are_waited_for() -> None:
+    bench = Bench()
+    bench.pair()
+    request, heard = bench.submit(prompt_logprobs=0)
+    bench.rows(request, 0, [1], "length")
+    assert not request.closed
+    bench.dispatcher.handle(PromptLogprobs(request.rid, 0, 0, b"\0" * 4, b"", b""))  # too short: not the prompt's
+    assert bench.metrics.count("rows_stale") == 1
+    bench.dispatcher.handle(PromptLogprobs(request.rid, 0, 0, b"\0" * 8, b"", b""))
+    assert heard.prompt is not None and bench.is_empty()
+
+
+JUNK_ROWS: list[Any] = [
+    None,
+    [],
+    [1] * 7,
+    ["a", 0, 0, [1], "", None, None],
+    ["RID", 0, 0, 5, "", None, None],
+    ["RID", 0, 0, [-1], "", None, None],
+    ["RID", 0, 0, [1.5], "", None, None],
+    ["RID", 0, 0, [True], "", None, None],
+    ["RID", 0, 0, [1 << 40], "", None, None],
+    ["RID", 0, 0, [1], "tired", None, None],
+    ["RID", 0, 0, [1], ["stop"], None, None],
+    ["RID", 0, 0, [1], "", [], None],
+    ["RID", 0, 0, [1], "", ["x"], None],
+    ["RID", 0, 0, [1], "", [0.5], [[["x", 1.0]]]],
+    ["RID", 0, 0, [1], "", [0.5], [3]],
+    ["RID", 0, 0, [1], "", None, [[]]],
+    ["RID", 0, [], [1], "", None, None],
+]
+
+
+def test_malformed_rows_are_counted_and_the_rest_of_their_message_still_counts() -> None:
+    bench = Bench()
+    bench.pair()
+    request, heard = bench.submit()
+    rows = [[request.rid, *row[1:]] if row and row[0] == "RID" else row for row in JUNK_ROWS]
+    bench.dispatcher.handle(Tokens([*rows, [request.rid, 0, 0, [3], "", None, None], [request.rid, 0, 9, [3], "", None, None]]))
+    assert heard.ids == {0: [3]}
+    assert bench.metrics.count("rows_malformed") == len(JUNK_ROWS) and bench.metrics.count("rows_stale") == 1
+
+
+def test_messages_that_make_no_sense_here_are_counted() -> None:
+    bench = Bench()
+    for message in (Abort(1, 2), Refused("x"), object()):
+        bench.dispatcher.handle(message)
+    for change in ({"role": "boss"}, {"name": ""}, {"inbox": "file:///x"}):
+        status = Status("prefill", "p", "serving", "tcp://x", {}, {}, [])
+        bench.dispatcher.handle(replace(status, **change))  # type: ignore[arg-type]
+    assert bench.metrics.count("messages_unexpected") == 6
+    bench.dispatcher.handle(Failed(1, 2, 3, "transfer", "x", True))
+    bench.dispatcher.handle(PromptLogprobs(1, 2, 3, b"", b"", b""))
+    bench.dispatcher.handle(Status("prefill", "p", "serving", "tcp://x", {}, {"max_batch": "many", "tokens_per_s": -1}, [1]))
+    bench.join("decode", "d", identity={})
+    bench.submit()
+    assert len(bench.prefills()) == 1
+
+
+def test_a_ledger_never_goes_negative() -> None:
+    ledger: Ledger[int] = Ledger()
+    ledger.put(1, 5)
+    ledger.put(1, 3)
+    ledger.drop(2)
+    ledger.drop(1)
+    ledger.drop(1)
+    assert ledger.total == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_counters_stay_right_while_workers_flap(seed: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench(max_attempts=1000, recovery_wait_s=1e9, request_timeout_s=1e9)
+    bench.pair()
+    requests: list[tuple[Request, Heard]] = []
+    for step in range(400):
+        action = rng.random()
+        live = [pair for pair in requests if not pair[0].closed]
+        if action < 0.3:
+            requests.append(bench.submit(n=rng.randint(1, 3)))
+        elif action < 0.45:
+            role, name = rng.choice([("prefill", "p0"), ("prefill", "p1"), ("decode", "d0"), ("decode", "d1")])
+            state = rng.choice(["gone", "serving"])
+            bench.join(role, name, state=state, inbox=f"tcp://{name}-{step if state == 'serving' else 0}")
+        elif live:
+            request, _ = rng.choice(live)
+            tries = [attempt for attempt in request.tries if attempt.samples]
+            if action < 0.5:
+                bench.dispatcher.cancel(request)
+            elif tries:
+                attempt = rng.choice(tries)
+                sample = rng.choice(list(attempt.samples))
+                if action < 0.6:
+                    bench.fail(request, attempt.key[1], "transfer", sample=rng.choice([sample, ALL_SAMPLES]))
+                else:
+                    bench.rows(request, attempt.key[1], [step], rng.choice(["", "stop"]), sample)
+        for worker in bench.dispatcher.pool.workers():
+            assert min(worker.prompt_tokens.total, worker.sequences.total, worker.cache_tokens.total) >= 0
+        assert bench.dispatcher.in_flight == sum(len(r.samples) for r, _ in requests if not r.closed)
+    for request, _ in requests:
+        bench.dispatcher.cancel(request)
+    assert bench.is_empty()

@@ -1,0 +1,466 @@
+"""Requests checked field by field, and the shapes of the answers."""
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from router.errors import ApiError
+from router.openai import output_tokens, parse_chat, parse_completion, parse_json
+from tests.scripted import Script
+from tests.scripted_cluster import ScriptedCluster, scripted_cluster, until
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def refused(parse: Callable[[dict[str, Any]], Any], **body: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(body)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_defaults() -> None:
+    request = parse_completion({"prompt": "x", "anything_else": [1], "user": None, "store": True})
+    options = request.options
+    assert (options.n, options.max_tokens, options.stream, options.stop, options.logprobs) == (1, None, False, (), -1)
+    params = options.params(5)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens) == (1.0, 1.0, 0, 0.0, 5)
+    assert options.params(5).seed != params.seed  # drawn anew
+
+
+def test_every_sampling_field_arrives() -> None:
+    given_: dict[str, Any] = {
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+    }
+    given_ |= {"repetition_penalty": 1.2, "logit_bias": {"5": -100, "7": 2.5}, "min_tokens": 2, "ignore_eos": True}
+    params = parse_completion({"prompt": "x", "seed": -3, "stop_token_ids": [4, 5.0], "logprobs": 3, **given_}).options.params(
+        9
+    )
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 0.5, 7, 0.1)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1.0, -1.0, 1.2)
+    assert params.logit_bias == ((5, -100.0), (7, 2.5)) and params.stop_token_ids == (4, 5)
+    assert (params.min_tokens, params.ignore_eos, params.logprobs, params.seed) == (2, True, 3, 2**63 - 3)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 3, True, {}, [], [[]], ["a", 1], [1, "a"], [[1], "a"], [True], [-1], [1.5], [2**32], [None]]
+)
+def test_bad_prompts_are_named(prompt: Any) -> None:
+    assert refused(parse_completion, prompt=prompt).param == "prompt"
+
+
+def test_prompt_shapes() -> None:
+    shapes: list[tuple[Any, Any]] = [
+        ("a", ["a"]), (["a", ""], ["a", ""]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([1.0], [[1]]),
+    ]  # fmt: skip
+    for raw, prompts in shapes:
+        assert parse_completion({"prompt": raw}).prompts == prompts
+
+
+BAD_FIELDS: list[tuple[str, list[Any]]] = [
+    ("max_tokens", [0, -1, 1.5, "5", True, 2**70, math.inf, [1]]),
+    ("max_completion_tokens", [0, "5"]),
+    ("n", [0, 129, True, "1", 1e30]),
+    ("temperature", [-0.1, 2.1, "1", True, math.nan, math.inf, 10**400]),
+    ("top_p", [0, 1.1, "1"]),
+    ("top_k", [-2, 0.5, "1", True]),
+    ("min_p", [-0.1, 1.1]),
+    ("presence_penalty", [-2.1, 2.1]),
+    ("frequency_penalty", [-2.1, 2.1]),
+    ("repetition_penalty", [0, -1, 11]),
+    ("seed", ["1", 1.5, 2**63, True]),
+    ("stop", [1, [1], [""], "", ["a"] * 17, ["a", None], "x" * 1001, {}]),
+    ("stream", ["true", 1]),
+    ("stream_options", [[], "x", 1]),
+    ("stop_token_ids", [1, ["a"], [-1], [True]]),
+    ("logit_bias", [[1], {"a": 1}, {"5": 101}, {"5": "x"}, {"-1": 1}, {"²": 1}]),
+    ("min_tokens", [-1, "1", True]),
+    ("ignore_eos", [1, "x"]),
+    ("return_token_ids", [1, "x"]),
+    ("model", [1, ["m"]]),
+]
+
+
+@pytest.mark.parametrize(("field", "values"), BAD_FIELDS)
+def test_bad_values_are_named_on_both_endpoints(field: str, values: list[Any]) -> None:
+    for value in values:
+        assert refused(parse_completion, prompt="x", **{field: value}).param == field, value
+        assert refused(parse_chat, messages=MESSAGES, **{field: value}).param == field, value
+
+
+def test_fields_of_completions_only() -> None:
+    assert refused(parse_completion, prompt="x", suffix="y").param == "suffix"
+    assert refused(parse_completion, prompt="x", best_of=2).param == "best_of"
+    assert parse_completion({"prompt": "x", "best_of": 2, "n": 2, "suffix": None}).options.n == 2
+    for logprobs in (True, 21, -1, "1"):
+        assert refused(parse_completion, prompt="x", logprobs=logprobs).param == "logprobs"
+    assert parse_completion({"prompt": "x", "echo": True, "max_tokens": 0}).options.max_tokens == 0
+    assert refused(parse_completion, prompt="x", min_tokens=5, max_tokens=4).param == "min_tokens"
+
+
+BAD_MESSAGES: list[tuple[str, Any]] = [
+    ("messages", None),
+    ("messages", []),
+    ("messages", "hi"),
+    ("messages[0]", ["hi"]),
+    ("messages[0].role", [{"content": "x"}]),
+    ("messages[0].role", [{"role": "robot", "content": "x"}]),
+    ("messages[0].content", [{"role": "user"}]),
+    ("messages[0].content", [{"role": "user", "content": 5}]),
+    ("messages[0].content[0]", [{"role": "user", "content": [{"type": "image_url"}]}]),
+    ("messages[1].tool_calls[0]", [*MESSAGES, {"role": "assistant", "tool_calls": [{}]}]),
+    ("messages[1].tool_calls", [*MESSAGES, {"role": "assistant", "tool_calls": "x"}]),
+    ("messages[0].tool_call_id", [{"role": "tool", "content": "x", "tool_call_id": 5}]),
+    ("messages[0].task", [{"role": "user", "content": "x", "task": "dance"}]),
+    ("messages[0].reasoning_content", [{"role": "assistant", "content": "x", "reasoning_content": 1}]),
+    ("messages", [{"role": "assistant", "content": "x", "prefix": True}, *MESSAGES]),
+]
+
+
+@pytest.mark.parametrize(("param", "messages"), BAD_MESSAGES)
+def test_bad_messages_are_named(param: str, messages: Any) -> None:
+    assert refused(parse_chat, messages=messages).param == param
+
+
+BAD_CHAT: list[tuple[str, dict[str, Any]]] = [
+    ("top_logprobs", {"top_logprobs": 2}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+    ("logprobs", {"logprobs": 1}),
+    ("tools", {"tools": {}}),
+    ("tools[0]", {"tools": [{"type": "function"}]}),
+    ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": 'a"b'}}]}),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+    ("response_format", {"response_format": {"type": "json_schema"}}),
+    ("response_format", {"response_format": "json"}),
+    ("reasoning_effort", {"reasoning_effort": "huge"}),
+    ("thinking", {"thinking": True}),
+    ("thinking.type", {"thinking": {"type": "maybe"}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": 1}),
+]
+
+
+@pytest.mark.parametrize(("param", "body"), BAD_CHAT)
+def test_bad_chat_fields_are_named(param: str, body: dict[str, Any]) -> None:
+    assert refused(parse_chat, messages=MESSAGES, **body).param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "thinking", "effort"),
+    [
+        ({}, False, None),
+        ({"chat_template_kwargs": {"thinking": True}}, True, None),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True, None),
+        ({"thinking": {"type": "enabled"}}, True, None),
+        ({"reasoning_effort": "high"}, True, None),
+        ({"reasoning_effort": "max"}, True, "max"),
+        ({"reasoning_effort": "none"}, False, None),
+        ({"reasoning_effort": "max", "thinking": {"type": "disabled"}}, False, "max"),
+    ],
+)
+def test_how_thinking_is_asked_for(body: dict[str, Any], thinking: bool, effort: str | None) -> None:
+    request = parse_chat({"messages": MESSAGES, **body})
+    assert (request.thinking, request.effort) == (thinking, effort)
+
+
+def test_tools_and_response_format_move_into_the_system_message() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    request = parse_chat({"messages": MESSAGES, "tools": [tool], "response_format": {"type": "json_object"}})
+    assert request.messages[0] == {"role": "system", "content": "", "tools": [tool], "response_format": {"type": "object"}}
+    assert request.tools
+    request = parse_chat({"messages": MESSAGES, "tools": [tool], "tool_choice": "none"})
+    assert [message["role"] for message in request.messages] == ["user"] and not request.tools
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b"\xff\xfe",
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b"[" * 200_000,
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b"nul",
+    ],
+)
+def test_bodies_that_are_no_json_object(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_json(body)
+    assert caught.value.status == 400 and json.loads(caught.value.body())["error"]["code"] == "invalid_json"
+
+
+def test_max_tokens_against_the_context() -> None:
+    given_ = parse_completion({"prompt": "x", "max_tokens": 10}).options
+    assert output_tokens(given_, 90, 100, 16) == 10
+    with pytest.raises(ApiError, match="context of 100 tokens") as caught:
+        output_tokens(given_, 91, 100, 16)
+    assert caught.value.param == "max_tokens"
+    absent = parse_completion({"prompt": "x"}).options
+    assert [output_tokens(absent, n, 100, 16) for n in (10, 90, 99)] == [16, 10, 1]
+    assert output_tokens(absent, 10, 100, 0) == 90  # chat: what fits
+    with pytest.raises(ApiError) as caught:
+        output_tokens(absent, 100, 100, 16)
+    assert caught.value.param == "prompt"
+    with pytest.raises(ApiError) as caught:
+        output_tokens(parse_chat({"messages": MESSAGES, "max_completion_tokens": 95}).options, 10, 100, 0)
+    assert caught.value.param == "max_completion_tokens"
+
+
+# ---- through HTTP, against scripted workers ----
+
+
+def check(test: Callable[[ScriptedCluster], Awaitable[None]], script: Script | None = None, **config: Any) -> None:
+    async def run() -> None:
+        async with scripted_cluster(script=script, **config) as cluster:
+            await test(cluster)
+
+    asyncio.run(run())
+
+
+def test_a_completion_and_its_usage() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        answer = await cluster.complete(model="m", prompt="hello", max_tokens=5)
+        text = cluster.router.tokenizer.decode(range(60, 65))  # type: ignore[union-attr]
+        assert answer["object"] == "text_completion" and answer["model"] == "m"
+        assert answer["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}]
+        assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        assert (await cluster.complete(prompt="hello"))["usage"]["completion_tokens"] == 16
+        chat = await cluster.chat(max_tokens=5)
+        assert chat["choices"][0]["message"] == {"role": "assistant", "content": text} and chat["object"] == "chat.completion"
+        # The prompt of a chat is BOS, <User>, "h", "i", <Assistant>, </think>; without max_tokens, what fits is allowed.
+        assert chat["usage"]["prompt_tokens"] == 6
+        assert (await cluster.chat())["usage"]["completion_tokens"] == 4096 - 6
+
+    check(test)
+
+
+def test_batches_and_samples_come_back_in_order_with_their_ids() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        answer = await cluster.complete(prompt=[[3, 4], [5]], n=3, max_tokens=2, return_token_ids=True)
+        got = [(c["index"], c["prompt_token_ids"], c["token_ids"]) for c in answer["choices"]]
+        assert got == [(i, [[3, 4], [5]][i // 3], [60 + i % 3, 61 + i % 3]) for i in range(6)]
+        assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
+        events = await cluster.stream(
+            "completions", {"prompt": [[3, 4], [5]], "n": 3, "max_tokens": 2, "return_token_ids": True}
+        )
+        assert events[-1] == "[DONE]"
+        streamed: dict[int, list[int]] = {}
+        for event in events[:-1]:
+            choice = event["choices"][0]
+            if choice["index"] not in streamed:
+                assert choice["prompt_token_ids"] == [[3, 4], [5]][choice["index"] // 3]
+            streamed.setdefault(choice["index"], []).extend(choice["token_ids"])
+        assert streamed == {i: [60 + i % 3, 61 + i % 3] for i in range(6)}
+
+    check(test)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_stream_says_what_the_whole_answer_says(path: str) -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        body: dict[str, Any] = {"prompt": "x"} if path == "completions" else {"messages": MESSAGES}
+        body |= {"n": 2, "max_tokens": 14}
+        status, whole = await cluster.post(path, body)
+        assert status == 200
+        events = await cluster.stream(path, body | {"stream_options": {"include_usage": True}})
+        assert events[-1] == "[DONE]" and events[-2]["choices"] == [] and events[-2]["usage"] == whole["usage"]
+        texts, reasons = ["", ""], ["", ""]
+        for event in events[:-2]:
+            assert event["usage"] is None
+            choice = event["choices"][0]
+            delta = choice["text"] if path == "completions" else choice["delta"].get("content", "")
+            texts[choice["index"]] += delta
+            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+        expected = [c["text"] if path == "completions" else c["message"]["content"] for c in whole["choices"]]
+        assert texts == expected and "\ufffd" not in texts[0]
+        assert reasons == ["length", "length"]
+
+    emoji = [222, 305, 224, 164, 247, 100, 40]  # a space, a smiley in two tokens, a kanji in three, a letter
+    check(test, Script(ids=emoji))
+
+
+def test_unfinished_characters_only_at_the_very_end() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        assert (await cluster.complete(prompt="x", max_tokens=2))["choices"][0]["text"] == " \ufffd"
+        events = await cluster.stream("completions", {"prompt": "x", "max_tokens": 2})
+        assert [event["choices"][0]["text"] for event in events[:-1]] == [" ", "\ufffd"]
+
+    check(test, Script(ids=[222, 305]))
+
+
+def test_stop_strings_across_tokens_end_the_sample_on_decode_too() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        decode = cluster.decodes[0]
+        for body in ({"stop": "cde"}, {"stop": ["zz", "cde"]}):
+            answer = await cluster.complete(prompt="x", max_tokens=20, **body)
+            assert answer["choices"][0] | {"logprobs": 0} == {"index": 0, "text": "ab", "logprobs": 0, "finish_reason": "stop"}
+            assert answer["usage"]["completion_tokens"] == 5  # up to and with the token that completed it
+        await until(lambda: not decode.running)
+        assert decode.aborted[-1][0].sample == 0
+        events = await cluster.stream("completions", {"prompt": "x", "max_tokens": 20, "stop": "cde", "return_token_ids": True})
+        assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "ab"
+        assert [i for event in events[:-1] for i in event["choices"][0]["token_ids"]] == LETTERS[:5]
+        assert events[-2]["choices"][0]["finish_reason"] == "stop"
+        # Not found: what was held back comes after all.
+        answer = await cluster.complete(prompt="x", max_tokens=4, stop="cdz")
+        assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("abcd", "length")
+
+    check(test, Script(ids=LETTERS, tick_s=0.005))
+
+
+LETTERS = list(range(66, 92))  # a to z
+
+
+def test_a_stop_string_inside_a_burst_of_tokens_cuts_the_rest() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        answer = await cluster.complete(prompt="x", max_tokens=20, stop="c", return_token_ids=True, logprobs=0)
+        choice = answer["choices"][0]
+        assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("ab", LETTERS[:3], "stop")
+        assert len(choice["logprobs"]["tokens"]) == 3 == answer["usage"]["completion_tokens"]
+
+    check(test, Script(ids=LETTERS, burst=8))
+
+
+def test_the_eos_token_counts_but_has_no_text() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        answer = await cluster.complete(prompt="x", max_tokens=20, return_token_ids=True)
+        choice = answer["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("abc", "stop", [*LETTERS[:3], 1])
+        assert answer["usage"]["completion_tokens"] == 4
+
+    check(test, Script(ids=LETTERS, eos_after=3))
+
+
+def test_echo_with_logprobs_scores_the_prompt() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        body: dict[str, Any] = {"prompt": [[66, 67, 68], [69, 70]], "echo": True, "logprobs": 1}
+        whole = await cluster.complete(**body, max_tokens=1)
+        first = whole["choices"][0]
+        assert first["text"] == "abca"
+        assert first["logprobs"]["tokens"] == ["a", "b", "c", "a"] and first["logprobs"]["text_offset"] == [0, 1, 2, 3]
+        assert first["logprobs"]["token_logprobs"] == [None, -0.125, -0.25, -0.5]
+        assert first["logprobs"]["top_logprobs"][0] is None and first["logprobs"]["top_logprobs"][1] == {
+            "$": -0.125,
+            "b": -0.125,
+        }
+        only = await cluster.complete(**body, max_tokens=0)
+        assert [choice["text"] for choice in only["choices"]] == ["abc", "de"]
+        assert only["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.125, -0.25]
+        assert only["choices"][0]["finish_reason"] == "length" and only["usage"]["completion_tokens"] == 0
+        events = await cluster.stream("completions", body | {"max_tokens": 1})
+        for choice in whole["choices"]:
+            parts = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == choice["index"]]
+            assert "".join(part["text"] for part in parts) == choice["text"]
+            assert [t for part in parts for t in part["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
+        assert (await cluster.complete(prompt="hé", echo=True, max_tokens=1))["choices"][0]["text"] == "héa"
+
+    check(test, Script(ids=LETTERS))
+
+
+def test_chat_logprobs_name_the_bytes() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        body: dict[str, Any] = {"max_tokens": 2, "logprobs": True, "top_logprobs": 2}
+        answer = await cluster.chat(**body)
+        content = answer["choices"][0]["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == ["a", "b"] and content[0]["bytes"] == [97]
+        assert [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.5, -1.5]
+        events = await cluster.stream("chat/completions", {"messages": MESSAGES, **body})
+        streamed = [e["choices"][0]["logprobs"]["content"][0] for e in events[:-1] if e["choices"][0]["logprobs"]]
+        assert streamed == content
+
+    check(test, Script(ids=LETTERS))
+
+
+def encoded(text: str) -> list[int]:
+    from tests.test_text import TOKENIZER
+
+    return TOKENIZER.encode(text)
+
+
+def test_reasoning_and_tool_calls_in_chat() -> None:
+    dsml = "｜DSML｜"
+    output = (
+        f'think</think>Sure.\n\n<{dsml}tool_calls>\n<{dsml}invoke name="f">\n<{dsml}parameter name="a" string="false">1'
+        f"</{dsml}parameter>\n</{dsml}invoke>\n</{dsml}tool_calls>"
+    )
+    ids = encoded(output)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    body = {"messages": MESSAGES, "tools": [tool], "thinking": {"type": "enabled"}, "max_tokens": 2000}
+
+    async def test(cluster: ScriptedCluster) -> None:
+        status, answer = await cluster.post("chat/completions", body)
+        choice = answer["choices"][0]
+        assert status == 200 and choice["finish_reason"] == "tool_calls"
+        assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("Sure.", "think")
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+        events = await cluster.stream("chat/completions", body)
+        deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "think"
+        assert "".join(delta.get("content", "") for delta in deltas) == "Sure."
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "f")]
+        assert [event["choices"][0]["finish_reason"] for event in events[-3:-1]] == [None, "tool_calls"]
+        # The same output cut short is content, with its own finish reason.
+        status, answer = await cluster.post("chat/completions", body | {"max_tokens": len(ids) - 3})
+        message = answer["choices"][0]["message"]
+        assert message["content"].startswith("Sure.\n\n<｜DSML｜tool_calls>") and "tool_calls" not in message
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+    check(test, Script(ids=ids, eos_after=len(ids)))
+
+
+def test_without_a_tokenizer_only_ids_are_served() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        answer = await cluster.complete(prompt=[3, 4], max_tokens=2, logprobs=1)
+        choice = answer["choices"][0]
+        assert (choice["text"], choice["token_ids"], choice["prompt_token_ids"]) == ("", [60, 61], [3, 4])
+        assert choice["logprobs"]["tokens"] == ["token_id:60", "token_id:61"]
+        assert (await cluster.refusal("completions", {"prompt": "x"}))["param"] == "prompt"
+        assert (await cluster.refusal("completions", {"prompt": [3], "stop": "x"}))["param"] == "stop"
+        events = await cluster.stream("completions", {"prompt": [3, 4], "max_tokens": 2})
+        assert [event["choices"][0]["token_ids"] for event in events[:-1]] == [[60], [61]]
+        error = await cluster.refusal("chat/completions", {"messages": MESSAGES})
+        assert error["param"] == "messages" and "tokenizer.json" in error["message"]
+
+    check(test, tokenizer="")
+
+
+def test_refusals_through_http() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        cases: list[tuple[str, dict[str, Any], str]] = [
+            ("completions", {"prompt": [320]}, "prompt"),
+            ("completions", {"prompt": "x", "stop_token_ids": [320]}, "stop_token_ids"),
+            ("completions", {"prompt": "x", "logit_bias": {"320": 1}}, "logit_bias"),
+            ("completions", {"prompt": "x", "max_tokens": 4096}, "max_tokens"),
+            ("completions", {"prompt": "\ud800", "max_tokens": 1}, "prompt"),
+            ("chat/completions", {"messages": [{"role": "user", "content": "\udfff"}]}, "messages"),
+            ("completions", {"prompt": [[5]] * 2000, "n": 100}, "n"),
+        ]
+        for path, body, param in cases:
+            assert (await cluster.refusal(path, body))["param"] == param
+        for depth in range(50, 1000, 25):  # whatever JSON can be read at all is served or refused
+            deep = '{"a":' * depth + "1" + "}" * depth
+            text = f'{{"messages":{json.dumps(MESSAGES)},"tools":[{{"type":"function","function":{{"name":"f","x":{deep}}}}}]}}'
+            async with cluster.http.post(
+                "/v1/chat/completions", data=text.encode(), headers={"Content-Type": "application/json"}
+            ) as response:
+                assert response.status in (200, 400), await response.text()
+        status, answer = await cluster.post("completions", {"prompt": "x", "model": "other"})
+        assert status == 404 and answer["error"]["code"] == "model_not_found" and answer["error"]["param"] == "model"
+        assert not cluster.router.dispatcher.in_flight
+
+    check(test)
