@@ -1,0 +1,306 @@
+"""Which hand-offs are granted, which sequences run next, who holds which page, and how each of them ends.
+
+A request is `queued` until there is room, `arriving` while its KV comes in, and then its sequences are `running`.
+Admission is first come first served. When a running sequence needs a page and there is none, the newest of what was
+admitted gives up its pages and goes back through prefill; the oldest never does, so something always finishes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from decode.request import Limits, Request, pages_at_grant, refusal
+from decode.sampling import Choice
+from decode.sequence import Sequence
+from kvtransfer.arena import Arena
+from kvtransfer.pages import PagePool, SeqKV
+from kvtransfer.receiver import Arrived, Broken, Receiver
+from kvtransfer.tombstones import LIMIT, Tombstones
+from kvtransfer.transports import Key
+from wire.messages import ALL_SAMPLES, Abort, Failed, Offer, Ready, Tokens, unpack_ids
+from wire.metrics import Metrics
+
+DEADLINE_PERIOD_S = 0.1
+
+
+class Scheduler:
+    """All that a decode worker has been offered. Replies go out through `send(address, message)`."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        receiver: Receiver,
+        arena: Arena,
+        limits: Limits,
+        fingerprint: str,
+        send: Callable[[str, Any], bool],
+        metrics: Metrics,
+    ) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.queued: OrderedDict[Key, Request] = OrderedDict()
+        self.arriving: dict[Key, Request] = {}
+        self.running: list[Sequence] = []
+        self._receiver = receiver
+        self._arena = arena
+        self._fingerprint = fingerprint
+        self._send = send
+        self._metrics = metrics
+        self._serials = count(1)
+        self._closed = Tombstones(4 * LIMIT)  # more than the receiver's: keys that never reached it are in here too
+        self._next_expiry_s = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.queued or self.arriving or self.running)
+
+    # --- messages
+
+    def offer(self, offer: Offer, now_s: float) -> None:
+        """Queues a hand-off, or answers Failed("refused") at once when it could never be served."""
+        key = (offer.rid, offer.attempt)
+        if key in self._closed or self._known(key):
+            self._metrics.add("duplicates")
+            return
+        self._metrics.add("offers")
+        reason = refusal(offer, self._fingerprint, self.limits)
+        if reason:
+            self._metrics.add("refused")
+            self._closed.add(key)
+            self._send(offer.prefill_inbox, Abort(*key))
+            self._send(offer.router_inbox, Failed(*key, ALL_SAMPLES, "refused", reason, False))
+            return
+        tokens, samples = unpack_ids(offer.tokens), list(offer.samples)
+        self.queued[key] = Request(key, offer, tokens, samples, now_s, now_s + offer.timeout_s)
+
+    def ready(self, ready: Ready) -> None:
+        request = self.arriving.get((ready.rid, ready.attempt))
+        if request is None or not self._receiver.ready(ready):
+            self._metrics.add("stale_readies")
+            return
+        request.num_bytes = ready.num_bytes
+
+    def abort(self, message: Abort) -> None:
+        """Forgets an attempt or one sample of it, wherever it is; its pages are free when this returns."""
+        key = (message.rid, message.attempt)
+        if not self._known(key):
+            if message.sample == ALL_SAMPLES:
+                self._closed.add(key)  # its Offer may still be on the way
+            return
+        self._metrics.add("aborts")
+        request = self.queued.get(key) or self.arriving.get(key)
+        if request is not None:
+            self._drop_sample(request, message.sample)
+        for sequence in [s for s in self.running if s.key == key and message.sample in (s.sample, ALL_SAMPLES)]:
+            self._release_sequence(sequence)
+
+    # --- one turn of the loop
+
+    def settle(self, events: list[Arrived | Broken], now_s: float) -> None:
+        """Starts what has arrived and fails what can not arrive any more."""
+        for event in events:
+            request = self.arriving.get(event.key)
+            if request is None:
+                continue
+            if isinstance(event, Broken):
+                self._break(request, event.reason)
+            elif event.length != request.length:
+                self._break(request, f"{event.length} tokens of KV came, {request.length} were offered")
+            else:
+                self._start(request, now_s)
+
+    def expire(self, now_s: float) -> None:
+        """Fails what is past its deadline; looks ten times a second, however often it is called."""
+        if now_s < self._next_expiry_s:
+            return
+        self._next_expiry_s = now_s + DEADLINE_PERIOD_S
+        for stage in (self.queued, self.arriving):
+            for request in [r for r in stage.values() if r.deadline_s <= now_s]:
+                self._metrics.add("timeouts")
+                self._fail_request(request, "timeout", f"not started within {request.offer.timeout_s:g} s", retryable=False)
+        for sequence in [s for s in self.running if s.deadline_s <= now_s]:
+            self._metrics.add("timeouts")
+            self._fail_sequence(sequence, "timeout", f"not finished in time, {sequence.generated} tokens are", retryable=False)
+
+    def admit(self, now_s: float) -> None:
+        """Grants in the order of arrival as long as there is room; the head waits, nobody overtakes it."""
+        while self.queued:
+            request = next(iter(self.queued.values()))
+            if not self._has_room(request):
+                return
+            partial = 1 if request.length % self.limits.page_tokens else 0
+            sizes = [self.limits.pages_for(request.length), *[partial] * (len(request.samples) - 1)]
+            request.kvs = [self._take(size) for size in sizes]
+            request.serial, request.granted_s = next(self._serials), now_s
+            self._metrics.observe("queue_seconds", now_s - request.queued_s)
+            self.arriving[request.key] = self.queued.pop(request.key)
+            target = request.kvs[0]
+            prefill = request.offer.prefill_inbox
+            if not self._send(prefill, self._receiver.open(request.key, target.slot, target.pages)):
+                self._break(request, f"nothing can be sent to the prefill worker at {prefill!r}")
+
+    def next_batch(self) -> list[Sequence]:
+        """The sequences of the next step, each with a page for the token it is fed."""
+        size = self.limits.max_batch
+        batch = self.running[:size]
+        if len(self.running) > size:  # they take turns: the ones that waited longest come first
+            self.running = self.running[size:] + batch
+        short = [s for s in batch if len(s.tokens) > len(s.kv.pages) * self.limits.page_tokens]
+        if not short:
+            return batch
+        for sequence in sorted(short, key=lambda s: s.serial):
+            self._grow(sequence)
+        return [s for s in batch if s.kv.slot]  # without the retracted ones
+
+    def advance(self, batch: list[Sequence], choices: list[Choice], now_s: float) -> None:
+        """Takes a step's tokens, ends what is complete, and sends one Tokens per router."""
+        rows: defaultdict[str, list[Any]] = defaultdict(list)
+        for sequence, choice in zip(batch, choices, strict=True):
+            if choice.error:
+                position = len(sequence.tokens)
+                self._metrics.add("bad_logits")
+                self._fail_sequence(sequence, "internal", f"{choice.error} (position {position})", retryable=False)
+                continue
+            reason = sequence.append(choice.token)
+            if not sequence.first_token_s:
+                sequence.first_token_s = now_s
+                self._metrics.observe("first_token_seconds", now_s - sequence.arrived_s)
+            scores = None if choice.logprob is None else [choice.logprob]
+            tops = None if choice.tops is None else [choice.tops]
+            rows[sequence.router_inbox].append([*sequence.key, sequence.sample, [choice.token], reason, scores, tops])
+            if reason:
+                self._metrics.observe("decode_seconds", now_s - sequence.arrived_s)
+                self._finish(sequence)
+        self._metrics.add("decode_tokens", len(batch))
+        for router, router_rows in rows.items():
+            self._send(router, Tokens(router_rows))
+
+    def fail_step(self, batch: list[Sequence], reason: str) -> None:
+        """A step has raised: its sequences end, and nothing else."""
+        self._metrics.add("step_failures")
+        for sequence in batch:
+            self._fail_sequence(sequence, "internal", reason, retryable=True)
+
+    # --- room
+
+    def _has_room(self, request: Request) -> bool:
+        """Room for what arrives, and one page to grow by for everything admitted; what is alone needs no reserve."""
+        samples = len(request.samples)
+        others = len(self.running) + sum(len(r.samples) for r in self.arriving.values())
+        needed = pages_at_grant(request.length, samples, self.limits)
+        reserve = others + samples if others else 0
+        return samples <= self.pool.free_slots and needed + reserve <= self.pool.free_pages
+
+    def _take(self, pages: int) -> SeqKV:
+        kv = self.pool.take(pages)
+        assert kv is not None, "_has_room counted wrong"
+        return kv
+
+    def _grow(self, sequence: Sequence) -> None:
+        """Gives a sequence its next page, retracting the newest until there is one. It may be retracted itself."""
+        while sequence.kv.slot:
+            page = self.pool.take_pages(1)
+            if page is not None:
+                sequence.kv.pages += page
+                return
+            self._retract_newest()
+
+    def _retract_newest(self) -> None:
+        newest = max(self.running, key=lambda s: s.serial)
+        arriving = max(self.arriving.values(), key=lambda r: r.serial, default=None)
+        self._metrics.add("retractions")
+        if arriving is not None and arriving.serial > newest.serial[0]:
+            self._fail_request(arriving, "retracted", "decode ran out of pages before it started", retryable=True)
+        else:
+            self._fail_sequence(newest, "retracted", f"decode ran out of pages after {newest.generated} tokens", retryable=True)
+
+    # --- how requests move and end
+
+    def _start(self, request: Request, now_s: float) -> None:
+        """Forks the arrived KV for every sample: full pages are shared, the partial page and the slot are copied."""
+        del self.arriving[request.key]
+        self._closed.add(request.key)
+        self._metrics.add("transfers_ok")
+        self._metrics.add("kv_received_bytes", request.num_bytes)
+        self._metrics.add("kv_received_pages", self.limits.pages_for(request.length))
+        self._metrics.observe("kv_seconds", now_s - request.granted_s)
+        source, full = request.kvs[0], request.length // self.limits.page_tokens
+        for sample, kv in zip(request.samples, request.kvs, strict=True):
+            if kv is not source:
+                self._fork(source, kv, full)
+            kv.length = request.length
+            sequence = self._sequence(request, sample, kv, now_s)
+            self.running.append(sequence)
+            if sequence.generated >= sequence.sampling.max_tokens:  # nothing was asked for but the prompt
+                self._send(sequence.router_inbox, Tokens([[*request.key, sample, [], "length", None, None]]))
+                self._finish(sequence)
+
+    def _fork(self, source: SeqKV, kv: SeqKV, full_pages: int) -> None:
+        shared = source.pages[:full_pages]
+        if kv.pages:
+            self._arena.copy_page(source.pages[full_pages], kv.pages[0])
+        self._arena.copy_slot(source.slot, kv.slot)
+        self.pool.share_pages(shared)
+        kv.pages = shared + kv.pages
+
+    def _sequence(self, request: Request, sample: int, kv: SeqKV, now_s: float) -> Sequence:
+        offer = request.offer
+        return Sequence(
+            key=request.key,
+            sample=sample,
+            serial=(request.serial, sample),
+            tokens=list(request.tokens),
+            prompt_tokens=offer.prompt_tokens,
+            sampling=offer.sampling,
+            eos_token_id=self.limits.eos_token_id,
+            kv=kv,
+            router_inbox=offer.router_inbox,
+            deadline_s=request.deadline_s,
+            arrived_s=now_s,
+        )
+
+    def _drop_sample(self, request: Request, sample: int) -> None:
+        if sample != ALL_SAMPLES and request.samples != [sample]:
+            if sample in request.samples:
+                request.samples.remove(sample)
+                if request.kvs:
+                    self.pool.drop(request.kvs.pop())  # never the first, where the KV lands
+            return
+        self._release_request(request)
+
+    def _break(self, request: Request, reason: str) -> None:
+        self._metrics.add("transfers_broken")
+        self._fail_request(request, "transfer", f"the hand-off is broken: {reason}", retryable=True)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._metrics.add("finished")
+        self._release_sequence(sequence)
+
+    def _fail_request(self, request: Request, cause: str, reason: str, retryable: bool) -> None:
+        """Ends a request that does not run yet, with a message to both of its other parties."""
+        self._release_request(request)
+        self._send(request.offer.prefill_inbox, Abort(*request.key))
+        self._send(request.offer.router_inbox, Failed(*request.key, ALL_SAMPLES, cause, reason, retryable))
+
+    def _fail_sequence(self, sequence: Sequence, cause: str, reason: str, retryable: bool) -> None:
+        self._release_sequence(sequence)
+        self._send(sequence.router_inbox, Failed(*sequence.key, sequence.sample, cause, reason, retryable))
+
+    def _release_request(self, request: Request) -> None:
+        self.queued.pop(request.key, None)
+        self.arriving.pop(request.key, None)
+        self._closed.add(request.key)
+        self._receiver.close(request.key)  # from here on nobody writes its pages
+        for kv in request.kvs:
+            self.pool.drop(kv)
+        request.kvs = []
+
+    def _release_sequence(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pool.drop(sequence.kv)
+
+    def _known(self, key: Key) -> bool:
+        return key in self.queued or key in self.arriving or any(s.key == key for s in self.running)

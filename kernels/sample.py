@@ -1,0 +1,192 @@
+"""From logits to token ids, for many rows at once, each row with its own parameters.
+
+The order is the usual one (vLLM, OpenAI): penalties, bias and masks change the logits, temperature scales them, top-k,
+top-p and min-p drop tokens in this order, and one uniform number picks from what is left. Every row is computed from
+its own data alone, so a row's token does not depend on which other rows share the step.
+
+Plain torch on every device; penalties and masks are sparse (lists of places), so rows without them pay nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_NO_TOKEN = float("-inf")
+
+
+def noise_stream(seed: Tensor, sample: Tensor) -> Tensor:
+    """The noise stream of each row's sequence: int64 [R] from int64 [R] each. It does not change while that runs."""
+    return _mix(_mix(seed) ^ sample)
+
+
+def uniform(stream: Tensor, position: Tensor) -> Tensor:
+    """One number in [0, 1) per row: float64 [R] from `noise_stream` and the position of the new token, int64 [R].
+
+    A counter-based generator, so a pure function of (seed, sample, position): the splitmix64 finaliser (Vigna 2015,
+    constants of Stafford's mix 13) chained over the three; the upper 52 bits are the fraction. Not 53: the product of
+    a float64 and 1 - 2^-52 always rounds to less than that float64, which `draw` counts on.
+    """
+    return _shift(_mix(stream ^ position), 12).double() * 2.0**-52
+
+
+def _mix(x: Tensor) -> Tensor:
+    """One splitmix64 step, a bijection of 64 bits; int64 arithmetic wraps around as uint64 does."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What penalties look at, as distinct places (row, id) of the logits: all tensors are [K], one entry a place."""
+
+    rows: Tensor  # int64
+    ids: Tensor  # int64
+    generated: Tensor  # float32: how often the row has generated the id; 0 for an id of the prompt alone
+    presence: Tensor  # float32, the row's parameter, as are the next two
+    frequency: Tensor
+    repetition: Tensor
+
+
+def penalize(logits: Tensor, counts: Counts) -> None:
+    """Applies repetition, then frequency and presence penalties in place. logits: float32 [R, V].
+
+    Repetition (CTRL, Keskar et al. 2019) divides positive logits and multiplies negative ones; OpenAI's two subtract
+    ``frequency * count + presence * (count > 0)``.
+    """
+    values = logits[counts.rows, counts.ids]
+    values = torch.where(values > 0, values / counts.repetition, values * counts.repetition)
+    values -= counts.frequency * counts.generated + counts.presence * (counts.generated > 0)
+    logits[counts.rows, counts.ids] = values
+
+
+def bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Adds float32 `values` [K] at the places (rows, ids), in place; a place named twice gets both."""
+    logits.index_put_((rows, ids), values, accumulate=True)
+
+
+def forbid(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """Makes the places (rows, ids) impossible to draw, in place."""
+    logits[rows, ids] = _NO_TOKEN
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row and its id, the lowest id on ties: float32 [R], int64 [R]. NaN wins if there is one."""
+    values, ids = logits.max(dim=-1)
+    return values, ids
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A filter that only some rows ask for: int64 row numbers [K] and each one's parameter [K]."""
+
+    rows: Tensor
+    values: Tensor
+    largest: float
+
+    @classmethod
+    def build(cls, values: Sequence[float], off: float, dtype: torch.dtype, device: torch.device | str) -> Filter | None:
+        """From one parameter a row; None when all of them are `off`."""
+        rows = [row for row, value in enumerate(values) if value != off]
+        if not rows:
+            return None
+        picked = [values[row] for row in rows]
+        return cls(torch.tensor(rows, device=device), torch.tensor(picked, dtype=dtype, device=device), max(picked))
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The parameters of the rows that draw; built once per batch, not per step."""
+
+    temperature: Tensor  # float64 [R], above 0
+    top_k: Filter | None  # int64 values
+    top_p: Filter | None  # float64
+    min_p: Filter | None  # float64
+
+    @classmethod
+    def build(
+        cls,
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        device: torch.device | str = "cpu",
+    ) -> Draw:
+        """From one value a row; top_k 0, top_p 1 and min_p 0 are off."""
+        return cls(
+            torch.tensor(temperature, dtype=torch.float64, device=device),
+            Filter.build(top_k, 0, torch.int64, device),
+            Filter.build(top_p, 1.0, torch.float64, device),
+            Filter.build(min_p, 0.0, torch.float64, device),
+        )
+
+
+def weights(logits: Tensor, parameters: Draw) -> Tensor:
+    """Unnormalised probabilities after temperature and filters: float64 [R, V], 0 for a token that is dropped.
+
+    logits: float32 [R, V]; the likeliest token of a row weighs exactly 1. At least one token of a row is kept.
+    """
+    peak = logits.max(dim=-1, keepdim=True).values.double()
+    weight = ((logits.double() - peak) / parameters.temperature[:, None]).exp_()
+    if parameters.top_k is not None:
+        _keep_top_k(weight, logits, parameters.top_k)
+    if parameters.top_p is not None:
+        _keep_top_p(weight, parameters.top_p)
+    if parameters.min_p is not None:  # p / p_max is the weight itself
+        rows, least = parameters.min_p.rows, parameters.min_p.values
+        picked = weight[rows]
+        weight[rows] = torch.where(picked >= least[:, None], picked, 0.0)
+    return weight
+
+
+def draw(weight: Tensor, noise: Tensor) -> Tensor:
+    """Inverse CDF in the order of the ids: int64 [R] from `weight` float64 [R, V] and `noise` [R] of `uniform`."""
+    cumulative = weight.cumsum(dim=-1)
+    ids = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    return ids.clamp_(max=weight.shape[1] - 1)  # a row of NaN is reported by the caller; its id must still be one
+
+
+def _keep_top_k(weight: Tensor, logits: Tensor, top_k: Filter) -> None:
+    """Zeroes all but the k largest; of equal ones at the border the lowest ids stay."""
+    limit = min(int(top_k.largest), logits.shape[1])
+    picked = logits[top_k.rows]
+    kth = top_k.values.clamp(max=limit)[:, None]
+    border = picked.topk(limit, dim=-1).values.gather(1, kth - 1)
+    above, equal = picked > border, picked == border
+    room = kth - above.sum(dim=-1, keepdim=True)
+    keep = above | (equal & (equal.cumsum(dim=-1) <= room))
+    weight[top_k.rows] = torch.where(keep, weight[top_k.rows], 0.0)
+
+
+def _keep_top_p(weight: Tensor, top_p: Filter) -> None:
+    """Zeroes all but the smallest set of the likeliest tokens whose share reaches p; lower ids first on ties."""
+    ordered, order = weight[top_p.rows].sort(dim=-1, descending=True, stable=True)
+    cumulative = ordered.cumsum(dim=-1)
+    keep = torch.ones_like(ordered, dtype=torch.bool)  # the first one always stays
+    keep[:, 1:] = cumulative[:, :-1] < top_p.values[:, None] * cumulative[:, -1:]
+    kept = torch.where(keep, ordered, 0.0)
+    weight[top_p.rows] = torch.zeros_like(kept).scatter_(1, order, kept)
+
+
+def top_logprobs(logits: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probabilities of `logits` float32 [R, V] as the model gave them: of `chosen` int64 [R], and of the likeliest.
+
+    Gives float32 [R], int64 [R, top_k], float32 [R, top_k], most likely first. top_k may be 0.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    values, ids = logprobs.topk(min(top_k, logits.shape[1]), dim=-1)
+    return logprobs.gather(1, chosen[:, None])[:, 0], ids, values

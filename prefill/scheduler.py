@@ -1,0 +1,267 @@
+"""Which prompts are computed next, who holds which page, and how each of them ends.
+
+A prompt is in one of three stages: `waiting` for pages and a slot, `computing` chunk by chunk, or `sending` the rest of
+its KV. All three keep the order of arrival. Whatever ends a prompt goes through `_release`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvtransfer.pages import PagePool
+from kvtransfer.sender import Sender, SendLost, Sent
+from kvtransfer.tombstones import LIMIT, Tombstones
+from kvtransfer.transports import Key
+from prefill.prompt import Chunk, Prompt, Scores
+from wire.messages import ALL_SAMPLES, Abort, Failed, Grant, Offer, Prefill, unpack_ids
+from wire.metrics import Metrics
+
+SMALLEST_SHARE = 16  # tokens; below this a chunk is not worth cutting in half
+DEADLINE_PERIOD_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the command line allow."""
+
+    vocab_size: int
+    max_position: int
+    page_tokens: int
+    step_tokens: int
+    chunk_tokens: int
+
+
+class Scheduler:
+    """First come first served by pages; by tokens the oldest gets half of what is left, then the next oldest, and so on."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        sender: Sender,
+        limits: Limits,
+        fingerprint: str,
+        inbox: str,
+        send: Callable[[str, Any], bool],
+        metrics: Metrics,
+    ) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.waiting: OrderedDict[Key, Prompt] = OrderedDict()
+        self.computing: dict[Key, Prompt] = {}
+        self.sending: dict[Key, Prompt] = {}
+        self._sender = sender
+        self._fingerprint = fingerprint
+        self._inbox = inbox
+        self._send = send
+        self._metrics = metrics
+        self._closed = Tombstones(4 * LIMIT)  # more than the sender's: keys that never reached it are in here too
+        self._next_expiry_s = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.computing or self.sending)
+
+    # --- messages
+
+    def submit(self, message: Prefill, now_s: float) -> None:
+        """Queues a prompt, or answers Failed("refused") at once when it could never be computed here."""
+        key = (message.rid, message.attempt)
+        if key in self._closed or self._find(key) is not None:
+            self._metrics.add("duplicates")
+            return
+        self._metrics.add("prompts")
+        reason = self._refusal(message)
+        if reason:
+            self._metrics.add("refused")
+            self._send(message.router_inbox, Failed(*key, ALL_SAMPLES, "refused", reason, False))
+            return
+        top_k = min(message.sampling.prompt_logprobs, self.limits.vocab_size)
+        scores = Scores(top_k) if top_k >= 0 else None
+        deadline_s = now_s + message.timeout_s
+        tokens, samples = unpack_ids(message.tokens), list(message.samples)
+        self.waiting[key] = Prompt(key, message, tokens, samples, now_s, deadline_s, scores)
+
+    def grant(self, message: Grant) -> None:
+        if not self._sender.granted(message):
+            self._metrics.add("stale_grants")
+
+    def abort(self, message: Abort) -> None:
+        """Forgets a prompt, or one sample of it; its pages are free when this returns."""
+        key = (message.rid, message.attempt)
+        prompt = self._find(key)
+        if prompt is None:
+            if message.sample == ALL_SAMPLES:
+                self._closed.add(key)
+            return
+        prompt.samples = [s for s in prompt.samples if message.sample not in (s, ALL_SAMPLES)]
+        if prompt.kv is not None:
+            # The router tells decode too, but its word may get there before our Offer, and be about nothing then.
+            self._send(prompt.message.decode_inbox, message)
+        if not prompt.samples:
+            self._metrics.add("aborts")
+            self._release(prompt)
+
+    # --- one turn of the loop
+
+    def settle(self, events: list[Sent | SendLost], now_s: float) -> None:
+        """Ends the prompts whose last byte has left, and those whose decode worker can not be reached."""
+        for event in events:
+            prompt = self._find(event.key)
+            if prompt is None:
+                continue
+            if isinstance(event, SendLost):
+                self._metrics.add("transfers_broken")
+                self._fail(prompt, "transfer", f"the KV could not be sent to decode: {event.reason}", retryable=True)
+                continue
+            self._send(prompt.message.decode_inbox, event.ready)
+            self._metrics.add("transfers_ok")
+            self._metrics.add("kv_sent_bytes", event.ready.num_bytes)
+            self._metrics.add("kv_sent_pages", self._pages(prompt.length))
+            self._metrics.observe("kv_seconds", now_s - prompt.end_s)
+            self._release(prompt)
+
+    def expire(self, now_s: float) -> None:
+        """Fails what is past its deadline; looks ten times a second, however often it is called."""
+        if now_s < self._next_expiry_s:
+            return
+        self._next_expiry_s = now_s + DEADLINE_PERIOD_S
+        for stage in (self.waiting, self.computing, self.sending):
+            for prompt in [p for p in stage.values() if p.deadline_s <= now_s]:
+                self._metrics.add("timeouts")
+                reason = f"not handed to decode within {prompt.message.timeout_s:g} s"
+                self._fail(prompt, "timeout", reason, retryable=False)
+
+    def admit(self, now_s: float) -> None:
+        """Gives pages and a slot in the order of arrival, and tells decode what is coming. The head waits: no overtaking."""
+        while self.waiting:
+            prompt = next(iter(self.waiting.values()))
+            kv = self.pool.take(self._pages(prompt.length))
+            if kv is None:
+                return
+            prompt.kv, prompt.begin_s = kv, now_s
+            self._metrics.observe("queue_seconds", now_s - prompt.queued_s)
+            self.computing[prompt.key] = self.waiting.pop(prompt.key)
+            self._sender.open(prompt.key)
+            decode = prompt.message.decode_inbox
+            if not self._send(decode, self._offer(prompt, now_s)):
+                self._fail(prompt, "transfer", f"nothing can be sent to the decode worker at {decode!r}", retryable=True)
+            elif not prompt.length:
+                self._hand_over(prompt, now_s)
+
+    def next_chunks(self) -> list[Chunk]:
+        """The next step: at most `step_tokens`, of each prompt at most `chunk_tokens`.
+
+        In order of arrival each prompt may take half of what is left (at least SMALLEST_SHARE), then what nobody
+        wanted is given out in the same order. So the oldest advances by half a step whoever comes, and a short prompt
+        behind long ones is in the next step already.
+        """
+        left = self.limits.step_tokens
+        counts: dict[Key, int] = {}
+        for prompt in self.computing.values():
+            share = min(left, max(-(-left // 2), SMALLEST_SHARE))
+            counts[prompt.key] = min(share, prompt.remaining, self.limits.chunk_tokens)
+            left -= counts[prompt.key]
+            if not left:
+                break
+        for prompt in self.computing.values():
+            if not left:
+                break
+            more = min(left, min(prompt.remaining, self.limits.chunk_tokens) - counts[prompt.key])
+            counts[prompt.key] += more
+            left -= more
+        return [Chunk(self.computing[key], count) for key, count in counts.items()]
+
+    def computed(self, chunks: list[Chunk], now_s: float) -> None:
+        """Sends on what a step has made: full pages at once, and the rest behind a prompt's last chunk."""
+        for chunk in chunks:
+            prompt = chunk.prompt
+            prompt.computed += chunk.count
+            self._metrics.add("prefill_tokens", chunk.count)
+            if prompt.scores is not None and prompt.scores.error:
+                self._fail(prompt, "internal", prompt.scores.error, retryable=False)
+            elif prompt.remaining:
+                self._push(prompt, final=False)
+            else:
+                self._hand_over(prompt, now_s)
+
+    def fail_step(self, chunks: list[Chunk], reason: str) -> None:
+        """A step has raised: its prompts end, and nothing else."""
+        self._metrics.add("step_failures")
+        for chunk in chunks:
+            self._fail(chunk.prompt, "internal", reason, retryable=True)
+
+    # --- how prompts move and end
+
+    def _hand_over(self, prompt: Prompt, now_s: float) -> None:
+        prompt.end_s = now_s
+        self._metrics.observe("prefill_seconds", now_s - prompt.begin_s)
+        if prompt.scores is not None:  # before the hand-off is complete, so that they precede the first token
+            self._send(prompt.message.router_inbox, prompt.scores.message(prompt.key))
+        self.sending[prompt.key] = self.computing.pop(prompt.key)
+        self._push(prompt, final=True)
+
+    def _push(self, prompt: Prompt, final: bool) -> None:
+        assert prompt.kv is not None
+        prompt.kv.length = prompt.computed
+        self._sender.push(prompt.key, prompt.kv.pages, prompt.kv.slot, prompt.computed, final)
+
+    def _fail(self, prompt: Prompt, cause: str, reason: str, retryable: bool) -> None:
+        """Ends a prompt with a message to the router, and to decode if that has been told of it."""
+        if prompt.kv is not None:
+            self._send(prompt.message.decode_inbox, Abort(*prompt.key))
+        self._release(prompt)
+        self._send(prompt.message.router_inbox, Failed(*prompt.key, ALL_SAMPLES, cause, reason, retryable))
+
+    def _release(self, prompt: Prompt) -> None:
+        for stage in (self.waiting, self.computing, self.sending):
+            stage.pop(prompt.key, None)
+        self._closed.add(prompt.key)
+        if prompt.kv is not None:
+            self._sender.close(prompt.key)  # from here on nobody reads its pages
+            self.pool.drop(prompt.kv)
+            prompt.kv = None
+
+    # --- questions
+
+    def _refusal(self, message: Prefill) -> str:
+        if not message.tokens or len(message.tokens) % 4:
+            return "the prompt is empty: send one token at least"
+        if not message.samples:
+            return "no sample is asked for: n must be at least 1"
+        if message.timeout_s != message.timeout_s:
+            return "timeout_s is not a number"
+        tokens = unpack_ids(message.tokens)
+        if not 1 <= message.prompt_tokens <= len(tokens):
+            return f"prompt_tokens is {message.prompt_tokens} of {len(tokens)} tokens: it must be between 1 and that"
+        if max(tokens) >= self.limits.vocab_size:
+            return f"token id {max(tokens)} is not in the vocabulary: ids run from 0 to {self.limits.vocab_size - 1}"
+        if len(tokens) > self.limits.max_position:
+            return f"the prompt has {len(tokens)} tokens, the model takes {self.limits.max_position}: shorten it"
+        pages, total = self._pages(len(tokens) - 1), self.pool.total_pages
+        if pages > total:
+            fits = total * self.limits.page_tokens + 1
+            return f"the prompt has {len(tokens)} tokens, this prefill worker has memory for {fits}: shorten it"
+        return ""
+
+    def _offer(self, prompt: Prompt, now_s: float) -> Offer:
+        message = prompt.message
+        return Offer(
+            *prompt.key,
+            message.tokens,
+            message.prompt_tokens,
+            tuple(prompt.samples),
+            message.sampling,
+            self._inbox,
+            message.router_inbox,
+            self._fingerprint,
+            prompt.deadline_s - now_s,
+        )
+
+    def _find(self, key: Key) -> Prompt | None:
+        return self.computing.get(key) or self.sending.get(key) or self.waiting.get(key)
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.limits.page_tokens)

@@ -1,0 +1,451 @@
+"""The decode scheduler alone: admission, forks, growth, retraction, turns, and that nothing is lost however it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode.request import Limits
+from decode.sampling import Choice
+from decode.scheduler import Scheduler
+from decode.sequence import Sequence
+from kvtransfer.pages import PagePool
+from kvtransfer.receiver import Arrived, Broken
+from wire.messages import ALL_SAMPLES, Abort, Failed, Grant, Offer, Ready, SamplingParams, Tokens, pack_ids, unpack_ids
+from wire.metrics import Metrics
+
+PAGE_TOKENS = 4
+EOS = 1
+Key = tuple[int, int]
+
+
+class FakeReceiver:
+    def __init__(self) -> None:
+        self.open_keys: dict[Key, list[int]] = {}
+
+    def open(self, key: Key, slot: int, pages: list[int]) -> Grant:
+        assert key not in self.open_keys
+        self.open_keys[key] = list(pages)
+        return Grant(*key, slot, pack_ids(pages), "here")
+
+    def ready(self, ready: Ready) -> bool:
+        return (ready.rid, ready.attempt) in self.open_keys
+
+    def close(self, key: Key) -> None:
+        self.open_keys.pop(key, None)
+
+
+class FakeArena:
+    """Notes the copies of a fork."""
+
+    def __init__(self) -> None:
+        self.pages: list[tuple[int, int]] = []
+        self.slots: list[tuple[int, int]] = []
+
+    def copy_page(self, src: int, dst: int) -> None:
+        self.pages.append((src, dst))
+
+    def copy_slot(self, src: int, dst: int) -> None:
+        self.slots.append((src, dst))
+
+
+class Bench:
+    """A scheduler with fakes around it. Every token that is generated is 7, unless `tokens` names another."""
+
+    def __init__(self, num_pages: int = 101, num_slots: int = 17, max_batch: int = 8) -> None:
+        self.receiver, self.arena, self.metrics = FakeReceiver(), FakeArena(), Metrics()
+        self.pool = PagePool(num_pages, num_slots)
+        self.sent: list[tuple[str, Any]] = []
+        self.clock_s = 0.0
+        limits = Limits(100, 1000, EOS, PAGE_TOKENS, self.pool.total_pages, self.pool.total_slots, max_batch)
+        receiver: Any = self.receiver
+        arena: Any = self.arena
+        self.scheduler = Scheduler(self.pool, receiver, arena, limits, "print", self._send, self.metrics)
+
+    def _send(self, address: str, message: Any) -> bool:
+        self.sent.append((address, message))
+        return True
+
+    def offer(self, rid: int, length: int, max_tokens: int = 4, now_s: float = 0.0, **changes: Any) -> None:
+        """A request with `length` tokens of KV to hand over."""
+        fields: dict[str, Any] = {
+            "rid": rid,
+            "attempt": 0,
+            "tokens": pack_ids([5] * (length + 1)),
+            "prompt_tokens": length + 1,
+            "samples": (0,),
+            "sampling": SamplingParams(max_tokens=max_tokens, seed=0),
+            "prefill_inbox": "prefill",
+            "router_inbox": "router",
+            "fingerprint": "print",
+            "timeout_s": 100.0,
+        }
+        self.scheduler.offer(Offer(**{**fields, **changes}), now_s)
+
+    def arrive(self, *rids: int) -> None:
+        """Everything granted (or only `rids`) arrives."""
+        keys = [key for key in self.receiver.open_keys if not rids or key[0] in rids]
+        for key in keys:
+            self.receiver.close(key)
+        arriving = self.scheduler.arriving
+        self.scheduler.settle([Arrived(key, arriving[key].length) for key in keys], self.clock_s)
+
+    def step(self, tokens: dict[int, int] | None = None) -> list[int]:
+        """One turn without arrivals; gives the rids that ran."""
+        self.scheduler.admit(self.clock_s)
+        batch = self.scheduler.next_batch()
+        assert len(batch) <= self.scheduler.limits.max_batch
+        for sequence in batch:
+            assert sequence.kv.slot and len(sequence.kv.pages) * PAGE_TOKENS >= len(sequence.tokens)
+        choices = [Choice((tokens or {}).get(s.key[0], 7)) for s in batch]
+        self.scheduler.advance(batch, choices, self.clock_s)
+        return [s.key[0] for s in batch]
+
+    def run(self, steps: int = 500) -> None:
+        for _ in range(steps):
+            self.step()
+            self.arrive()
+
+    def messages(self, kind: type) -> list[Any]:
+        return [message for _, message in self.sent if isinstance(message, kind)]
+
+    def granted(self) -> list[int]:
+        return [grant.rid for grant in self.messages(Grant)]
+
+    def text(self, rid: int, sample: int = 0) -> list[int]:
+        rows = [row for message in self.messages(Tokens) for row in message.rows]
+        return [token for row in rows if (row[0], row[2]) == (rid, sample) for token in row[3]]
+
+    def nothing_held(self) -> bool:
+        pool = self.pool
+        free = (pool.free_pages, pool.free_slots) == (pool.total_pages, pool.total_slots)
+        return free and self.scheduler.idle and not self.receiver.open_keys
+
+    def check_books(self) -> None:
+        """Every page and slot is free or held, and references are what the page tables say."""
+        kvs = [s.kv for s in self.scheduler.running] + [kv for r in self.scheduler.arriving.values() for kv in r.kvs]
+        held = [page for kv in kvs for page in kv.pages]
+        for page in set(held):
+            assert self.pool.references(page) == held.count(page)
+        assert self.pool.free_pages + len(set(held)) == self.pool.total_pages
+        slots = [kv.slot for kv in kvs]
+        assert len(set(slots)) == len(slots) and self.pool.free_slots + len(slots) == self.pool.total_slots
+        assert set(self.receiver.open_keys) == set(self.scheduler.arriving)
+
+
+def test_a_request_from_offer_to_length() -> None:
+    bench = Bench()
+    bench.offer(3, 9, max_tokens=3)
+    assert bench.step() == [] and bench.granted() == [3]
+    assert len(unpack_ids(bench.messages(Grant)[0].pages)) == 3
+    bench.arrive()
+    assert [bench.step(), bench.step(), bench.step()] == [[3], [3], [3]]
+    rows = [message.rows for message in bench.messages(Tokens)]
+    assert rows == [[[3, 0, 0, [7], reason, None, None]] for reason in ("", "", "length")]
+    assert bench.nothing_held()
+
+
+def test_one_message_per_router_and_step() -> None:
+    bench = Bench()
+    for rid in range(6):
+        bench.offer(rid, 5, router_inbox=f"router{rid % 2}")
+    bench.step()
+    bench.arrive()
+    bench.step()
+    tokens = [(address, [row[0] for row in m.rows]) for address, m in bench.sent if isinstance(m, Tokens)]
+    assert tokens == [("router0", [0, 2, 4]), ("router1", [1, 3, 5])]
+
+
+def test_grants_are_in_order_and_the_head_is_not_overtaken() -> None:
+    bench = Bench(num_pages=21)
+    bench.offer(0, 40)
+    bench.offer(1, 40)
+    bench.offer(2, 4)
+    bench.step()
+    assert bench.granted() == [0]
+    bench.arrive()
+    for _ in range(4):
+        bench.step()
+    bench.step()
+    assert bench.granted() == [0, 1, 2]
+
+
+def test_admission_keeps_a_page_to_grow_by_for_everything_admitted() -> None:
+    bench = Bench(num_pages=11)  # 10 pages: 0 takes 4; 1 takes 3 and reserves 2; 2 would need 1 and reserve 3
+    bench.offer(0, 16, max_tokens=4)
+    bench.offer(1, 12, max_tokens=4)
+    bench.offer(2, 4, max_tokens=4)
+    bench.step()
+    assert bench.granted() == [0, 1]
+
+
+def test_what_is_alone_needs_no_reserve() -> None:
+    bench = Bench(num_pages=5)
+    bench.offer(0, 15, max_tokens=1)
+    bench.step()
+    assert bench.granted() == [0]
+    bench.run()
+    assert bench.text(0) == [7] and bench.nothing_held()
+
+
+def test_fork_shares_full_pages_and_copies_the_partial_one_and_the_slot() -> None:
+    bench = Bench()
+    bench.offer(0, 10, samples=(0, 1, 2))
+    bench.step()
+    assert bench.pool.free_pages == bench.pool.total_pages - 5  # 3, and a partial one for each of two copies
+    bench.arrive()
+    first, second, third = (s.kv for s in bench.scheduler.running)
+    assert first.pages[:2] == second.pages[:2] == third.pages[:2]
+    assert len({first.pages[2], second.pages[2], third.pages[2]}) == 3
+    assert bench.arena.pages == [(first.pages[2], second.pages[2]), (first.pages[2], third.pages[2])]
+    assert bench.arena.slots == [(first.slot, second.slot), (first.slot, third.slot)]
+    bench.check_books()
+    bench.run()
+    assert [bench.text(0, n) for n in range(3)] == [[7] * 4] * 3 and bench.nothing_held()
+
+
+def test_fork_at_a_page_boundary_copies_no_page() -> None:
+    bench = Bench()
+    bench.offer(0, 8, samples=(0, 1))
+    bench.step()
+    bench.arrive()
+    bench.step()
+    assert bench.arena.pages == [] and len(bench.arena.slots) == 1
+    first, second = (s.kv.pages for s in bench.scheduler.running)
+    assert first[:2] == second[:2] and first[2] != second[2]
+
+
+def test_retraction_takes_the_newest_and_never_the_oldest() -> None:
+    bench = Bench(num_pages=9)
+    bench.offer(0, 7, max_tokens=20)
+    bench.offer(1, 7, max_tokens=20)
+    bench.step()
+    bench.arrive()
+    while not bench.messages(Failed):
+        bench.step()
+    failed = bench.messages(Failed)[0]
+    assert (failed.rid, failed.sample, failed.cause, failed.retryable) == (1, 0, "retracted", True)
+    assert bench.text(1) and bench.sent.index(("router", failed)) > 0
+    bench.check_books()
+    bench.run()
+    assert len(bench.text(0)) == 20 and len(bench.messages(Failed)) == 1 and bench.nothing_held()
+
+
+def test_retraction_of_what_is_still_arriving_comes_first_when_that_is_newer() -> None:
+    bench = Bench(num_pages=9)
+    bench.offer(0, 7, max_tokens=20)
+    bench.step()
+    bench.arrive()
+    bench.offer(1, 12, max_tokens=1)
+    bench.step()
+    assert bench.granted() == [0, 1]
+    bench.run(0)
+    while not bench.messages(Failed):
+        bench.step()
+    failed = bench.messages(Failed)[0]
+    assert (failed.rid, failed.sample, failed.cause, failed.retryable) == (1, ALL_SAMPLES, "retracted", True)
+    assert ("prefill", Abort(1, 0)) in bench.sent and not bench.receiver.open_keys
+    bench.run()
+    assert len(bench.text(0)) == 20 and bench.nothing_held()
+
+
+def test_four_that_fill_the_pool_all_finish_when_the_router_resubmits() -> None:
+    """No livelock: what was retracted waits until it fits, and the oldest goes on."""
+    bench = Bench(num_pages=13, num_slots=5)
+    attempts = dict.fromkeys(range(4), 0)
+    for rid in attempts:
+        bench.offer(rid, 11, max_tokens=36)
+    seen = 0
+    for _ in range(500):
+        bench.step()
+        bench.arrive()
+        bench.check_books()
+        failures, seen = [m for _, m in bench.sent[seen:] if isinstance(m, Failed)], len(bench.sent)
+        for failed in failures:
+            assert failed.cause == "retracted"
+            attempts[failed.rid] += 1
+            tokens = pack_ids([5] * 12 + bench.text(failed.rid))
+            bench.offer(failed.rid, 0, 36, attempt=attempts[failed.rid], tokens=tokens, prompt_tokens=12)
+    assert bench.nothing_held()
+    assert all(bench.text(rid) == [7] * 36 for rid in attempts)
+    assert 1 <= sum(attempts.values()) <= 12
+
+
+def test_more_than_max_batch_take_turns() -> None:
+    bench = Bench(max_batch=3)
+    for rid in range(7):
+        bench.offer(rid, 5, max_tokens=9)
+    bench.step()
+    bench.arrive()
+    ran = [bench.step() for _ in range(7)]
+    counts = {rid: sum(rid in step for step in ran) for rid in range(7)}
+    assert set(counts.values()) == {3}
+    bench.run()
+    assert all(len(bench.text(rid)) == 9 for rid in range(7)) and bench.nothing_held()
+
+
+def test_abort_in_every_state() -> None:
+    bench = Bench(num_pages=11)
+    bench.offer(0, 12, samples=(0, 1))
+    bench.step()
+    bench.arrive()
+    bench.step()
+    bench.offer(1, 8)
+    bench.offer(2, 30)
+    bench.step()
+    assert (len(bench.scheduler.running), list(bench.scheduler.arriving), list(bench.scheduler.queued)) == (
+        2,
+        [(1, 0)],
+        [(2, 0)],
+    )
+    bench.scheduler.abort(Abort(0, 0, 1))
+    bench.step()
+    assert len(bench.scheduler.running) == 1
+    for rid in (2, 1, 0, 0, 77):
+        bench.scheduler.abort(Abort(rid, 0))
+        bench.check_books()
+    assert bench.nothing_held() and not bench.messages(Failed)
+    for rid in (0, 1, 2, 77):
+        bench.offer(rid, 4)
+    assert bench.scheduler.idle
+
+
+def test_abort_of_a_sample_that_is_queued_or_arriving() -> None:
+    bench = Bench()
+    bench.offer(0, 6, samples=(0, 1, 2))
+    bench.scheduler.abort(Abort(0, 0, 0))
+    bench.step()
+    bench.scheduler.abort(Abort(0, 0, 2))
+    bench.check_books()
+    bench.arrive()
+    assert [s.sample for s in bench.scheduler.running] == [1]
+    bench.offer(1, 6, samples=(4, 5))
+    bench.step()
+    for sample in (4, 5):
+        bench.scheduler.abort(Abort(1, 0, sample))
+    assert not bench.scheduler.arriving and not bench.receiver.open_keys
+    bench.run()
+    assert bench.nothing_held()
+
+
+def test_a_broken_or_short_hand_off_is_retryable_and_its_pages_come_back() -> None:
+    bench = Bench()
+    bench.offer(0, 9)
+    bench.offer(1, 9)
+    bench.step()
+    bench.receiver.open_keys.clear()
+    bench.scheduler.settle([Broken((0, 0), "digest"), Arrived((1, 0), 8), Broken((9, 9), "unknown")], 0.0)
+    assert [(f.rid, f.cause, f.retryable) for f in bench.messages(Failed)] == [(0, "transfer", True), (1, "transfer", True)]
+    assert bench.messages(Abort) == [Abort(0, 0), Abort(1, 0)] and bench.nothing_held()
+
+
+def test_timeouts_in_every_state() -> None:
+    bench = Bench(num_pages=11)
+    bench.offer(0, 12, timeout_s=5.0)
+    bench.step()
+    bench.arrive()
+    bench.offer(1, 16, timeout_s=5.0)
+    bench.step()
+    bench.offer(2, 30, timeout_s=5.0)
+    bench.offer(3, 3, timeout_s=50.0)
+    assert [len(x) for x in (bench.scheduler.running, bench.scheduler.arriving, bench.scheduler.queued)] == [1, 1, 2]
+    bench.scheduler.expire(5.0)
+    assert {(f.rid, f.cause, f.retryable) for f in bench.messages(Failed)} == {(n, "timeout", False) for n in range(3)}
+    bench.check_books()
+    bench.run()
+    assert bench.nothing_held() and len(bench.text(3)) == 4
+
+
+def test_failed_step_and_bad_row_end_only_themselves() -> None:
+    bench = Bench(max_batch=2)
+    for rid in range(4):
+        bench.offer(rid, 5)
+    bench.step()
+    bench.arrive()
+    bench.scheduler.fail_step(bench.scheduler.next_batch(), "boom")
+    batch = bench.scheduler.next_batch()
+    bench.scheduler.advance(batch, [Choice(0, "logits are NaN"), Choice(7)], 0.0)
+    assert [(f.rid, f.cause, f.retryable) for f in bench.messages(Failed)] == [
+        (0, "internal", True),
+        (1, "internal", True),
+        (2, "internal", False),
+    ]
+    assert "NaN" in bench.messages(Failed)[2].reason and "position 6" in bench.messages(Failed)[2].reason
+    bench.run()
+    assert len(bench.text(3)) == 4 and bench.nothing_held()
+
+
+def test_refusals_tell_prefill_too_and_hold_nothing() -> None:
+    bench = Bench(num_pages=11, num_slots=4)
+    bench.offer(0, 5, fingerprint="other")
+    bench.offer(1, 5, max_tokens=100)
+    bench.offer(2, 5, samples=(0, 1, 2, 3))
+    bench.offer(3, 34, samples=(0, 1, 2))
+    bench.offer(4, 990, max_tokens=20)
+    reasons = [f.reason for f in bench.messages(Failed)]
+    words = ("fingerprint", "memory", "lower n", "lower n", "1000 positions")
+    assert all(word in reason for word, reason in zip(words, reasons, strict=True)), reasons
+    assert {f.cause for f in bench.messages(Failed)} == {"refused"}
+    assert bench.messages(Abort) == [Abort(n, 0) for n in range(5)] and bench.nothing_held()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 200)), min_size=1, max_size=80),
+    st.integers(8, 30),
+    st.integers(1, 5),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_order_of_events_ends_every_sample_once_and_frees_everything(
+    events: list[tuple[int, int]], num_pages: int, max_batch: int
+) -> None:
+    bench = Bench(num_pages, num_slots=7, max_batch=max_batch)
+    offered: dict[Key, tuple[int, ...]] = {}
+    aborted: set[int] = set()
+    for kind, number in events:
+        if kind <= 3:
+            rid, samples = len(offered), tuple(range(1 + number % 3))
+            offered[rid, 0] = samples
+            bench.offer(rid, number % 23, max_tokens=1 + number % 9, samples=samples)
+        elif kind == 4 and offered:
+            rid = number % len(offered)
+            aborted.add(rid)
+            bench.scheduler.abort(Abort(rid, 0, number % 3 if number % 2 else ALL_SAMPLES))
+        elif kind == 5 and bench.receiver.open_keys:
+            key = list(bench.receiver.open_keys)[number % len(bench.receiver.open_keys)]
+            bench.receiver.close(key)
+            bench.scheduler.settle([Broken(key, "lost")], 0.0)
+        elif kind == 6:
+            bench.scheduler.fail_step(bench.scheduler.next_batch()[: number % 2], "boom")
+        elif kind == 7 and bench.receiver.open_keys:
+            bench.arrive(next(iter(bench.receiver.open_keys))[0])
+        oldest = min(bench.scheduler.running, key=lambda s: s.serial, default=None)
+        before = len(bench.sent)
+        bench.step({number % 10: EOS})
+        assert_not_retracted(oldest, [m for _, m in bench.sent[before:]])
+        bench.check_books()
+    bench.run(300)
+    assert bench.nothing_held()
+    check_ends(bench, offered, aborted)
+
+
+def assert_not_retracted(oldest: Sequence | None, messages: list[Any]) -> None:
+    """Of what was running, the oldest keeps its pages: whatever goes is newer (or older and still arriving)."""
+    if oldest is not None:
+        retracted = {(m.rid, m.sample) for m in messages if isinstance(m, Failed) and m.cause == "retracted" and m.sample >= 0}
+        if (oldest.key[0], oldest.sample) in retracted:
+            assert oldest.serial[0] > 1  # something admitted earlier was still arriving
+
+
+def check_ends(bench: Bench, offered: dict[Key, tuple[int, ...]], aborted: set[int]) -> None:
+    ends: list[tuple[int, int]] = []
+    for message in [m for _, m in bench.sent]:
+        if isinstance(message, Failed):
+            samples = offered[message.rid, 0] if message.sample == ALL_SAMPLES else (message.sample,)
+            ends += [(message.rid, sample) for sample in samples]
+        if isinstance(message, Tokens):
+            ends += [(row[0], row[2]) for row in message.rows if row[4]]
+    for (rid, _), samples in offered.items():
+        if rid not in aborted:
+            assert sorted(end for end in ends if end[0] == rid) == [(rid, sample) for sample in samples]

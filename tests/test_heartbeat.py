@@ -1,0 +1,97 @@
+"""The heartbeat: told at once, twice a second whatever the loop does, "gone" last, and never a backlog."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from wire.heartbeat import Heartbeat
+from wire.messages import Status
+from wire.sockets import Inbox
+
+
+def status(queued: int = 0) -> Status:
+    return Status("prefill", "p1", "serving", "tcp://127.0.0.1:1", {"page_tokens": 256}, {"queued": queued}, [{}, {}, {}])
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def collect(inbox: Inbox, seconds: float) -> list[Status]:
+    found: list[Status] = []
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        inbox.wait(max(0.0, end_s - time.monotonic()))
+        found += inbox.drain()
+    return found
+
+
+def test_first_word_is_immediate_and_the_last_one_is_gone(context: zmq.Context[Any]) -> None:
+    inbox = Inbox(context)
+    heartbeat = Heartbeat(context, inbox.address, status(1))
+    assert inbox.wait(2.0)
+    first = next(iter(inbox.drain()))
+    assert (first.state, first.load) == ("serving", {"queued": 1})
+    heartbeat.publish(status(2))
+    heartbeat.close()
+    last = collect(inbox, 0.3)[-1]
+    assert (last.state, last.load) == ("gone", {"queued": 2})
+    inbox.close()
+
+
+def test_it_beats_while_the_loop_computes_and_repeats_the_last_word(context: zmq.Context[Any]) -> None:
+    inbox = Inbox(context)
+    heartbeat = Heartbeat(context, inbox.address, status(7), period_s=0.05)
+    number, end_s = 0, time.monotonic() + 0.6
+    while time.monotonic() < end_s:
+        number += 1  # a loop that never lets go of the interpreter by itself
+    beats = list(inbox.drain())
+    heartbeat.close()
+    assert len(beats) >= 6
+    assert all(beat.load == {"queued": 7} for beat in beats)
+    inbox.close()
+
+
+def test_a_router_that_comes_back_gets_the_newest_word_only(context: zmq.Context[Any]) -> None:
+    inbox = Inbox(context)
+    port = int(inbox.address.rsplit(":", 1)[1])
+    heartbeat = Heartbeat(context, inbox.address, status(0), period_s=0.01)
+    assert inbox.wait(2.0)
+    inbox.close()
+    time.sleep(0.3)
+    for number in range(50):
+        heartbeat.publish(status(number))
+        time.sleep(0.01)
+    heartbeat.publish(status(1000))
+    time.sleep(0.05)
+    back = Inbox(context, port=port)
+    assert back.wait(5.0)
+    messages = collect(back, 0.2)
+    assert len(messages) < 40
+    assert all(message.load["queued"] == 1000 for message in messages[1:])
+    heartbeat.close()
+    back.close()
+
+
+def test_what_cannot_be_encoded_fails_where_it_is_published(context: zmq.Context[Any]) -> None:
+    inbox = Inbox(context)
+    heartbeat = Heartbeat(context, inbox.address, status())
+    bad = Status("prefill", "p1", "serving", "", {}, {"queued": object()}, [])
+    with pytest.raises(TypeError):
+        heartbeat.publish(bad)
+    heartbeat.close()
+    assert collect(inbox, 0.2)[-1].state == "gone"
+    inbox.close()
+
+
+def test_an_address_that_is_none_raises(context: zmq.Context[Any]) -> None:
+    with pytest.raises(zmq.ZMQError):
+        Heartbeat(context, "tcp://nothing", status())

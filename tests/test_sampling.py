@@ -1,0 +1,363 @@
+"""The sampler: every filter against a plain numpy version, the draw's distribution, and independence of the batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from decode.sampling import Choice, Sampler, complaint
+from decode.sequence import Sequence
+from kernels.sample import Draw, draw, noise_stream, uniform, weights
+from kvtransfer.pages import SeqKV
+from wire.messages import SamplingParams
+
+EOS = 1
+GREEDY = SamplingParams(max_tokens=100, seed=0, temperature=0.0)
+DRAWN = SamplingParams(max_tokens=100, seed=0)
+Floats = NDArray[np.float64]
+
+
+def sequence(
+    params: SamplingParams, prompt: list[int] | None = None, generated: list[int] | None = None, sample: int = 0
+) -> Sequence:
+    prompt = [5, 6, 7] if prompt is None else prompt
+    return Sequence(
+        key=(1, 0),
+        sample=sample,
+        serial=(1, sample),
+        tokens=prompt + (generated or []),
+        prompt_tokens=len(prompt),
+        sampling=params,
+        eos_token_id=EOS,
+        kv=SeqKV(1),
+        router_inbox="",
+        deadline_s=math.inf,
+        arrived_s=0.0,
+    )
+
+
+def choose(sequences: list[Sequence], logits: torch.Tensor) -> list[Choice]:
+    return Sampler("cpu").sample(sequences, logits.clone())
+
+
+def random_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+# --- the noise
+
+
+def splitmix64(x: int) -> int:
+    mask = (1 << 64) - 1
+    x = (x + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def test_splitmix64_has_its_published_first_outputs() -> None:
+    """The generator seeded with 1234567 (reference output of the public-domain implementation)."""
+    state, outputs = 1234567, []
+    for _ in range(3):
+        outputs.append(splitmix64(state))
+        state += 0x9E3779B97F4A7C15
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
+@settings(max_examples=200, deadline=None)
+def test_uniform_is_the_documented_hash(seed: int, sample: int, position: int) -> None:
+    mask = (1 << 64) - 1
+    bits = splitmix64(splitmix64(splitmix64(seed & mask) ^ sample) ^ position)
+    found = uniform(noise_stream(torch.tensor([seed]), torch.tensor([sample])), torch.tensor([position]))
+    assert found.item() == (bits >> 12) * 2.0**-52
+    assert 0 <= found.item() < 1
+
+
+def test_uniform_is_uniform_over_positions_samples_and_seeds() -> None:
+    numbers = torch.arange(100_000)
+    zeros = torch.zeros_like(numbers)
+    for seed, sample, position in ((numbers, zeros, zeros), (zeros, numbers, zeros), (zeros, zeros, numbers)):
+        noise = uniform(noise_stream(seed, sample), position)
+        counts = torch.histc(noise, bins=100, min=0, max=1)
+        chi_square = float(((counts - 1000) ** 2 / 1000).sum())
+        assert chi_square < 160, chi_square  # 99 degrees of freedom: 1 in 10,000 is above 158
+        neighbours = torch.corrcoef(torch.stack((noise[:-1], noise[1:])))[0, 1]
+        assert abs(float(neighbours)) < 0.015
+
+
+# --- filters, against numpy
+
+
+def kept_by_numpy(logits: Floats, temperature: float, top_k: int, top_p: float, min_p: float) -> Floats:
+    """The same distribution by sorting and looping, one row."""
+    weight = np.exp((logits - logits.max()) / temperature)
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    keep = order[:top_k] if top_k else order
+    total, reached = sum(weight[i] for i in keep), 0.0
+    nucleus: list[int] = []
+    for i in keep:
+        if nucleus and top_p < 1 and reached >= top_p * total:
+            break
+        nucleus.append(i)
+        reached += weight[i]
+    out: Floats = np.zeros_like(weight)
+    for i in nucleus:
+        if weight[i] >= min_p:
+            out[i] = weight[i]
+    return out
+
+
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 60),
+    st.floats(0.05, 5),
+    st.integers(0, 70),
+    st.sampled_from([1.0, 0.0, 0.1, 0.5, 0.9, 0.99]),
+    st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_filters_agree_with_numpy(
+    seed: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float, ties: bool
+) -> None:
+    logits = random_logits(3, vocab, seed)
+    if ties:
+        logits = logits.round()
+    parameters = Draw.build([1.0, temperature, 2.0], [0, top_k, 3], [1.0, top_p, 0.7], [0.0, min_p, 0.0])
+    found = weights(logits, parameters)[1].numpy()
+    expected = kept_by_numpy(logits[1].double().numpy(), temperature, top_k, top_p, min_p)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-300)
+
+
+def test_filters_of_one_row_leave_the_others_alone() -> None:
+    logits = random_logits(2, 50)
+    plain = weights(logits, Draw.build([1.0, 1.0], [0, 0], [1.0, 1.0], [0.0, 0.0]))
+    mixed = weights(logits, Draw.build([1.0, 1.0], [0, 2], [1.0, 0.5], [0.0, 0.1]))
+    assert torch.equal(plain[0], mixed[0])
+    assert int((mixed[1] > 0).sum()) <= 2
+
+
+def test_top_k_keeps_exactly_k_on_ties_and_the_lowest_ids() -> None:
+    weight = weights(torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 2.0]]), Draw.build([1.0], [3], [1.0], [0.0]))
+    assert weight[0].nonzero().flatten().tolist() == [1, 2, 3]
+
+
+# --- the draw
+
+
+def test_draw_is_the_inverse_cdf_in_id_order() -> None:
+    weight = torch.tensor([[0.0, 1.0, 0.0, 2.0, 1.0, 0.0]]).double().expand(7, -1)
+    noise = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 0.999, 1 - 2.0**-52], dtype=torch.float64)
+    assert draw(weight.contiguous(), noise).tolist() == [1, 1, 3, 3, 4, 4, 4]
+
+
+def test_draw_never_gives_a_dropped_token_even_at_the_edges() -> None:
+    for peak in (1.0, 1 + 2.0**-52, 1.5, 2 - 2.0**-52):
+        weight = torch.tensor([[0.0, 1e-300, 0.0, peak, 0.0]], dtype=torch.float64)
+        assert int(draw(weight, torch.zeros(1, dtype=torch.float64))) == 1
+        assert int(draw(weight, torch.tensor([1 - 2.0**-52], dtype=torch.float64))) == 3
+
+
+@pytest.mark.parametrize("params", [DRAWN, replace(DRAWN, temperature=0.7, top_p=0.8), replace(DRAWN, top_k=4, min_p=0.05)])
+def test_drawn_tokens_have_the_distribution_that_was_asked_for(params: SamplingParams) -> None:
+    logits = random_logits(1, 12, seed=3)
+    draws = 20_000
+    sequences = [sequence(replace(params, seed=seed)) for seed in range(draws)]
+    tokens = [choice.token for choice in choose(sequences, logits.expand(draws, -1))]
+    weight = kept_by_numpy(logits[0].double().numpy(), params.temperature, params.top_k, params.top_p, params.min_p)
+    expected = weight / weight.sum() * draws
+    counts = np.bincount(tokens, minlength=12)
+    assert not counts[expected == 0].any()
+    chi_square = float((((counts - expected) ** 2)[expected > 0] / expected[expected > 0]).sum())
+    assert chi_square < 40, (chi_square, counts, expected)  # 11 degrees of freedom: 1 in 10,000 is above 37
+
+
+def test_token_depends_on_seed_sample_and_position_alone() -> None:
+    params = replace(DRAWN, seed=9, temperature=1.5)
+    logits = random_logits(40, 30, seed=5)
+    rows = [sequence(replace(params, seed=n % 3), generated=[4] * (n % 5), sample=n % 4) for n in range(40)]
+    together = [choice.token for choice in choose(rows, logits)]
+    alone = [choose([row], logits[n : n + 1])[0].token for n, row in enumerate(rows)]
+    turned = [choice.token for choice in choose(rows[::-1], logits.flip(0))][::-1]
+    assert together == alone == turned
+    same = logits[:1].expand(60, -1)
+    assert len({c.token for c in choose([sequence(params, sample=n) for n in range(60)], same)}) > 5
+    assert len({c.token for c in choose([sequence(params, generated=[2] * n) for n in range(60)], same)}) > 5
+
+
+def test_any_integer_is_a_seed() -> None:
+    logits = random_logits(4, 30)
+    seeds = (-1, 2**64 - 1, 2**63, -(2**70))
+    tokens = [
+        choice.token for choice in choose([sequence(replace(DRAWN, seed=seed)) for seed in seeds], logits[:1].expand(4, -1))
+    ]
+    assert tokens[0] == tokens[1]  # the same low 64 bits
+
+
+# --- greedy, penalties, bias, masks
+
+
+def test_greedy_takes_the_lowest_id_on_ties() -> None:
+    logits = torch.tensor([[0.0, 2.0, 5.0, 5.0], [7.0, 7.0, 7.0, 7.0]])
+    assert [c.token for c in choose([sequence(GREEDY), sequence(GREEDY)], logits)] == [2, 0]
+
+
+def penalized_by_numpy(logits: Floats, params: SamplingParams, prompt: list[int], generated: list[int]) -> Floats:
+    out = logits.copy()
+    for token in {*prompt, *generated}:
+        out[token] = out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
+    for token in set(generated):
+        out[token] -= params.presence_penalty + params.frequency_penalty * generated.count(token)
+    for token, value in params.logit_bias:
+        out[token] += value
+    if len(generated) < params.min_tokens:
+        out[[*params.stop_token_ids, *([] if params.ignore_eos else [EOS])]] = -np.inf
+    return out
+
+
+@given(
+    st.integers(0, 10_000),
+    st.lists(st.integers(0, 19), min_size=1, max_size=8),
+    st.lists(st.integers(0, 19), max_size=12),
+    st.sampled_from([0.0, 0.5, -1.0]),
+    st.sampled_from([0.0, 0.25, -0.3]),
+    st.sampled_from([1.0, 1.3, 0.8]),
+    st.sampled_from([(), ((3, 4.0), (7, -100.0))]),
+    st.integers(0, 6),
+    st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_greedy_with_penalties_agrees_with_numpy(
+    seed: int,
+    prompt: list[int],
+    generated: list[int],
+    presence: float,
+    frequency: float,
+    repetition: float,
+    bias: tuple[tuple[int, float], ...],
+    min_tokens: int,
+    ignore_eos: bool,
+) -> None:
+    params = replace(
+        GREEDY,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+        logit_bias=bias,
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+        stop_token_ids=(4, 9),
+    )
+    grown = sequence(params, prompt)
+    for token in generated:  # the history of a sequence that generates equals that of one that was retried
+        grown.append(token)
+    retried = sequence(params, prompt, generated)
+    logits = random_logits(3, 20, seed)
+    found = choose([grown, sequence(GREEDY), retried], torch.stack((logits[0], logits[1], logits[0])))
+    changed = penalized_by_numpy(logits[0].numpy().astype(np.float64), params, prompt, generated)
+    best = np.flatnonzero(changed >= changed.max() - 1e-5)
+    assert found[0].token in best
+    assert found[2].token == found[0].token
+    assert found[1].token == int(logits[1].argmax())
+
+
+def test_history_grows_with_the_sequence() -> None:
+    params = replace(GREEDY, max_tokens=1000, frequency_penalty=0.1, repetition_penalty=1.1)
+    grown = sequence(params, [3, 3, 4])
+    for n in range(700):
+        grown.append(n % 300)
+    retried = sequence(params, [3, 3, 4], grown.tokens[3:])
+    for history in (grown.history, retried.history):
+        assert history is not None
+        counts = dict(zip(history.ids.tolist(), history.counts.tolist(), strict=True))
+        assert counts == {n: 3.0 if n < 100 else 2.0 for n in range(300)}
+
+
+def test_min_tokens_forbids_stopping_until_it_is_reached() -> None:
+    params = replace(GREEDY, min_tokens=2, stop_token_ids=(3,))
+    logits = torch.tensor([[0.0, 9.0, 1.0, 8.0]])
+    row, sampler, tokens, reasons = sequence(params), Sampler("cpu"), [], []
+    for _ in range(3):
+        token = sampler.sample([row], logits.clone())[0].token
+        tokens.append(token)
+        reasons.append(row.append(token))
+    assert (tokens, reasons) == ([2, 2, 1], ["", "", "stop"])
+
+
+def test_finish_reasons() -> None:
+    assert sequence(GREEDY).append(EOS) == "stop"
+    assert sequence(replace(GREEDY, ignore_eos=True)).append(EOS) == ""
+    assert sequence(replace(GREEDY, ignore_eos=True, stop_token_ids=(EOS,))).append(EOS) == "stop"
+    assert sequence(replace(GREEDY, stop_token_ids=(8,))).append(8) == "stop"
+    assert sequence(replace(GREEDY, max_tokens=1)).append(8) == "length"
+    assert sequence(replace(GREEDY, max_tokens=1)).append(EOS) == "stop"
+    assert sequence(replace(GREEDY, max_tokens=4), generated=[2, 2]).append(8) == ""
+    assert sequence(replace(GREEDY, max_tokens=4), generated=[2, 2, 2]).append(8) == "length"
+
+
+# --- log probabilities
+
+
+def test_logprobs_are_those_of_the_models_own_logits() -> None:
+    params = replace(DRAWN, logprobs=3, temperature=0.3, logit_bias=((2, 50.0),), presence_penalty=1.0)
+    logits = random_logits(3, 25, seed=8)
+    choices = choose([sequence(GREEDY), sequence(params, generated=[2, 2]), sequence(replace(GREEDY, logprobs=0))], logits)
+    reference = torch.log_softmax(logits.double(), dim=-1)
+    assert choices[0].logprob is None and choices[0].tops is None
+    assert choices[1].token == 2 and choices[1].logprob == pytest.approx(float(reference[1, 2]), abs=1e-5)
+    values, ids = reference[1].topk(3)
+    assert choices[1].tops is not None and [top[0] for top in choices[1].tops] == ids.tolist()
+    assert [top[1] for top in choices[1].tops] == pytest.approx(values.tolist(), abs=1e-5)
+    assert choices[2].tops == [] and choices[2].logprob == pytest.approx(float(reference[2].max()), abs=1e-5)
+
+
+def test_top_logprobs_order_ties_by_id() -> None:
+    choice = choose([sequence(replace(GREEDY, logprobs=3))], torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]))[0]
+    assert choice.tops is not None and [top[0] for top in choice.tops] == [1, 2, 3]
+
+
+# --- bad rows
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, replace(DRAWN, top_p=0.9, top_k=3, logprobs=2)])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_row_that_is_not_a_number_fails_alone(params: SamplingParams, poison: float) -> None:
+    logits = random_logits(3, 10)
+    healthy = choose([sequence(params) for _ in range(3)], logits)
+    logits[1, 4] = poison
+    choices = choose([sequence(params) for _ in range(3)], logits)
+    assert "logits are not usable" in choices[1].error and 0 <= choices[1].token < 10
+    assert [(c.token, c.error) for c in (choices[0], choices[2])] == [(healthy[0].token, ""), (healthy[2].token, "")]
+
+
+def test_a_row_with_nothing_left_says_so() -> None:
+    everything = replace(DRAWN, min_tokens=3, stop_token_ids=tuple(range(6)))
+    choices = choose([sequence(everything), sequence(GREEDY)], random_logits(2, 6))
+    assert "exclude all" in choices[0].error and not choices[1].error
+
+
+def test_complaints_name_the_field() -> None:
+    bad = {
+        "temperature": math.nan,
+        "top_p": 1.5,
+        "top_k": -1,
+        "min_p": 2.0,
+        "repetition_penalty": 0.0,
+        "presence_penalty": math.inf,
+        "logprobs": 1000,
+        "max_tokens": -1,
+        "min_tokens": -1,
+        "logit_bias": ((100, 1.0),),
+        "stop_token_ids": (100,),
+    }
+    for name, value in bad.items():
+        assert name in complaint(replace(DRAWN, **{name: value}), 100)  # type: ignore[arg-type]
+    assert complaint(replace(DRAWN, logit_bias=((99, -100.0),), stop_token_ids=(0,), logprobs=20), 100) == ""

@@ -1,0 +1,599 @@
+"""Prefill and decode workers over real sockets and the real transport, driven by a scripted router.
+
+Most tests run the workers in threads on a runner without weights, whose text shows every byte of KV that is wrong; the
+last ones start the real processes on a golden checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from decode.config import DecodeConfig
+from decode.worker import Worker as DecodeWorker
+from prefill.config import PrefillConfig
+from prefill.worker import Worker as PrefillWorker
+from tests.fake_runner import EOS, FakeRunner, checksum, expected_text, fake_logits
+from wire.messages import (
+    ALL_SAMPLES,
+    Abort,
+    Failed,
+    Grant,
+    Offer,
+    Prefill,
+    PromptLogprobs,
+    Ready,
+    Refused,
+    SamplingParams,
+    Status,
+    Tokens,
+    pack_ids,
+)
+from wire.sockets import Inbox, Outbox
+
+GREEDY = SamplingParams(max_tokens=12, seed=1, temperature=0.0, ignore_eos=True)
+PATIENCE_S = 20.0
+ROOT = Path(__file__).parent.parent
+GOLDEN = ROOT / "tests/data/golden/tiny-bf16"
+
+
+class ScriptedRouter:
+    """A router's inbox and what came into it, by kind."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.inbox = Inbox(self.context)
+        self.outbox = Outbox(self.context)
+        self.status: dict[str, Status] = {}
+        self.ids: dict[tuple[int, int, int], list[int]] = {}
+        self.rows: dict[tuple[int, int, int], list[Any]] = {}
+        self.finished: dict[tuple[int, int, int], str] = {}
+        self.failed: list[Failed] = []
+        self.scores: dict[tuple[int, int], PromptLogprobs] = {}
+        self._rid = 100
+
+    def close(self) -> None:
+        self.outbox.close()
+        self.inbox.close()
+        self.context.destroy(linger=0)
+
+    def receive(self, timeout_s: float = 0.02) -> None:
+        self.inbox.wait(timeout_s)
+        for message in self.inbox.drain():
+            match message:
+                case Status():
+                    self.status[message.inbox] = message
+                case Tokens():
+                    self._take(message)
+                case Failed():
+                    self.failed.append(message)
+                case PromptLogprobs():
+                    self.scores[message.rid, message.attempt] = message
+                case _:
+                    raise AssertionError(f"a router got {message}")
+
+    def _take(self, message: Tokens) -> None:
+        for row in message.rows:
+            rid, attempt, sample, ids, reason, _, _ = row
+            key = (rid, attempt, sample)
+            assert key not in self.finished, "a token after the end"
+            self.ids.setdefault(key, []).extend(ids)
+            self.rows.setdefault(key, []).append(row)
+            if reason:
+                self.finished[key] = reason
+
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"never came: {what}; failed so far: {self.failed}"
+            self.receive()
+
+    def ask(self, prefill: str, decode: str, ids: list[int], params: SamplingParams, **changes: Any) -> int:
+        """Sends a Prefill under a new rid (or the one given)."""
+        self._rid += 1
+        fields = {
+            "rid": self._rid,
+            "attempt": 0,
+            "tokens": pack_ids(ids),
+            "prompt_tokens": len(ids),
+            "samples": (0,),
+            "sampling": params,
+            "decode_inbox": decode,
+            "router_inbox": self.inbox.address,
+            "timeout_s": 60.0,
+        }
+        message = Prefill(**{**fields, **changes})
+        assert self.outbox.send(prefill, message)
+        return message.rid
+
+    def all_free(self, *inboxes: str) -> bool:
+        """Whether the newest Status of each worker says that it holds nothing."""
+        loads = [self.status[inbox].load for inbox in inboxes if inbox in self.status]
+        return len(loads) == len(inboxes) and all(
+            load["free_pages"] == load["total_pages"]
+            and load["free_slots"] == load["total_slots"]
+            and not load["queued"]
+            and not load["running"]
+            for load in loads
+        )
+
+    def counter(self, inbox: str, name: str) -> float:
+        counters: dict[str, float] = self.status[inbox].metrics[0] if inbox in self.status else {}
+        return counters.get(name, 0)
+
+
+class Running:
+    """One worker of either kind in a thread."""
+
+    def __init__(self, worker: PrefillWorker | DecodeWorker) -> None:
+        self.worker = worker
+        self.address = worker.inbox.address
+        self.exit_code: object = None
+        self.turns = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self.turns += 1
+                self.worker.turn(max_wait_ms=20)
+        except SystemExit as exit:
+            self.exit_code = exit.code
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.worker.close()
+
+
+class Cluster:
+    """A router and some workers in this process; on exit everything must be free again."""
+
+    def __init__(self) -> None:
+        self.router = ScriptedRouter()
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.workers: list[Running] = []
+
+    def __enter__(self) -> Cluster:
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if error is None:
+                inboxes = [running.address for running in self.workers if running.exit_code is None]
+                self.router.until(lambda: self.router.all_free(*inboxes), "all pages and slots back", 5.0)
+        finally:
+            for running in self.workers:
+                running.stop()
+            self.context.destroy(linger=0)
+            self.router.close()
+
+    def prefill(self, runner: FakeRunner | None = None, **options: Any) -> Running:
+        runner = runner or FakeRunner(num_pages=400, num_slots=16)
+        values: dict[str, Any] = {"step_tokens": 16, "chunk_tokens": 8, **options}
+        config = PrefillConfig(model="fake", router=self.router.inbox.address, **sizes(runner), **values)
+        return self._add(PrefillWorker(config, runner, self.context))  # type: ignore[arg-type]
+
+    def decode(self, runner: FakeRunner | None = None, **options: Any) -> Running:
+        runner = runner or FakeRunner(num_pages=400, num_slots=16)
+        config = DecodeConfig(model="fake", router=self.router.inbox.address, **sizes(runner), **options)
+        return self._add(DecodeWorker(config, runner, self.context))  # type: ignore[arg-type]
+
+    def _add(self, worker: PrefillWorker | DecodeWorker) -> Running:
+        self.workers.append(Running(worker))
+        return self.workers[-1]
+
+
+def sizes(runner: FakeRunner) -> dict[str, Any]:
+    num_pages, num_slots = len(runner.arena.pages), len(runner.arena.slots)
+    return {"page_tokens": runner.layout.page_tokens, "num_pages": num_pages, "num_slots": num_slots}
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [2 + (7 * n * n + 13 * n + salt) % 200 for n in range(length)]
+
+
+def test_text_is_the_solo_text_at_every_length() -> None:
+    with Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
+        lengths = [*range(1, 14), 15, 16, 17, 33, 63, 64, 65]
+        rids = {length: router.ask(prefill.address, decode.address, prompt(length), GREEDY) for length in lengths}
+        router.until(lambda: len(router.finished) == len(lengths), "all texts")
+        for length, rid in rids.items():
+            assert router.ids[rid, 0, 0] == expected_text(prompt(length), 12, stop=()), length
+            assert router.finished[rid, 0, 0] == "length"
+        assert not router.failed
+
+
+def test_samples_of_one_request_share_the_prompt_and_differ() -> None:
+    params = replace(GREEDY, temperature=1.0, max_tokens=9)
+    with Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
+        together = {n: router.ask(prefill.address, decode.address, prompt(n), params, samples=(0, 1, 2)) for n in (1, 7, 8, 9)}
+        single = {
+            (n, i): router.ask(prefill.address, decode.address, prompt(n), params, samples=(i,))
+            for n in together
+            for i in range(3)
+        }
+        router.until(lambda: len(router.finished) == 24, "24 samples")
+        for n, rid in together.items():
+            texts = [router.ids[rid, 0, i] for i in range(3)]
+            assert texts == [router.ids[single[n, i], 0, i] for i in range(3)]
+            assert len({tuple(text) for text in texts}) == 3
+
+
+def test_first_token_may_end_the_text() -> None:
+    first = expected_text(prompt(9), 1, stop=())[0]
+    with Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
+        cases = {
+            "stop": (replace(GREEDY, stop_token_ids=(first,)), [first], "stop"),
+            "eos": (replace(GREEDY, ignore_eos=False, logit_bias=((EOS, 100.0),)), [EOS], "stop"),
+            "ignored": (replace(GREEDY, max_tokens=2, logit_bias=((EOS, 100.0),)), [EOS, EOS], "length"),
+            "one": (replace(GREEDY, max_tokens=1), [first], "length"),
+            "none": (replace(GREEDY, max_tokens=0), [], "length"),
+        }
+        rids = {name: router.ask(prefill.address, decode.address, prompt(9), params) for name, (params, _, _) in cases.items()}
+        router.until(lambda: len(router.finished) == len(cases), "all of them")
+        for name, rid in rids.items():
+            assert (router.ids[rid, 0, 0], router.finished[rid, 0, 0]) == cases[name][1:], name
+
+
+def test_retry_continues_the_same_text() -> None:
+    """What a router sends after a retraction: prompt and tokens so far, one sample, the next attempt."""
+    params = replace(GREEDY, temperature=0.9, presence_penalty=0.5, repetition_penalty=1.2, max_tokens=20)
+    with Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
+        rid = router.ask(prefill.address, decode.address, prompt(10), params, samples=(2,))
+        router.until(lambda: (rid, 0, 2) in router.finished, "the whole text")
+        whole = router.ids[rid, 0, 2]
+        for cut in (1, 6, 19):
+            tokens = prompt(10) + whole[:cut]
+            router.ask(prefill.address, decode.address, tokens, params, rid=rid, attempt=cut, samples=(2,), prompt_tokens=10)
+            router.until(lambda cut=cut: (rid, cut, 2) in router.finished, "the rest")  # type: ignore[misc]
+            assert whole[:cut] + router.ids[rid, cut, 2] == whole
+
+
+def test_retraction_gives_back_what_does_not_fit_and_the_text_is_the_same() -> None:
+    """Eight sequences of up to 9 pages in a pool of 14: the router resubmits what comes back."""
+    params = replace(GREEDY, max_tokens=24)
+    with Cluster() as cluster:
+        router, prefill = cluster.router, cluster.prefill()
+        decode = cluster.decode(FakeRunner(num_pages=15, num_slots=16))
+        texts: dict[int, list[int]] = {router.ask(prefill.address, decode.address, prompt(9, n), params): [] for n in range(8)}
+        salts = dict(zip(texts, range(8), strict=True))
+        attempt, done, seen, deadline = dict.fromkeys(texts, 0), set[int](), 0, time.monotonic() + PATIENCE_S
+        while len(done) < 8:
+            assert time.monotonic() < deadline, (texts, router.failed)
+            router.receive()
+            for failed in router.failed[seen:]:
+                assert (failed.cause, failed.retryable) == ("retracted", True)
+                rid = failed.rid
+                texts[rid] += router.ids.get((rid, attempt[rid], 0), [])
+                attempt[rid] += 1
+                tokens = prompt(9, salts[rid]) + texts[rid]
+                router.ask(prefill.address, decode.address, tokens, params, rid=rid, attempt=attempt[rid], prompt_tokens=9)
+            seen = len(router.failed)
+            for rid in [rid for rid in texts if rid not in done and (rid, attempt[rid], 0) in router.finished]:
+                texts[rid] += router.ids[rid, attempt[rid], 0]
+                done.add(rid)
+        assert seen, "the pool was large enough: the test shows nothing"
+        for rid, salt in salts.items():
+            assert texts[rid] == expected_text(prompt(9, salt), 24, stop=())
+
+
+def test_prompt_logprobs_are_those_of_the_clients_tokens() -> None:
+    params = replace(GREEDY, prompt_logprobs=2, max_tokens=2)
+    tokens = prompt(21)
+    with Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
+        rid = router.ask(prefill.address, decode.address, tokens, params, prompt_tokens=18)
+        short = router.ask(prefill.address, decode.address, tokens[:1], params)
+        router.until(lambda: len(router.scores) == 2 and len(router.finished) == 2, "scores and texts")
+        sums = torch.tensor([checksum(tokens[:n]) for n in range(1, 18)])
+        expected = torch.log_softmax(fake_logits(sums), dim=-1)
+        chosen = expected.gather(1, torch.tensor(tokens[1:18])[:, None])[:, 0]
+        score = router.scores[rid, 0]
+        assert array("f", score.logprobs).tolist() == pytest.approx(chosen.tolist(), abs=1e-5)
+        values, ids = expected.topk(2, dim=-1)
+        assert array("I", score.top_ids).tolist() == ids.flatten().tolist()
+        assert array("f", score.top_logprobs).tolist() == pytest.approx(values.flatten().tolist(), abs=1e-5)
+        assert (router.scores[short, 0].logprobs, router.scores[short, 0].top_ids) == (b"", b"")
+
+
+def test_what_can_never_work_is_refused_at_once_with_advice() -> None:
+    with Cluster() as cluster:
+        router = cluster.router
+        prefill = cluster.prefill(FakeRunner(num_pages=40, num_slots=16))
+        decode = cluster.decode(FakeRunner(num_pages=30, num_slots=4))
+        cases: list[tuple[list[int], SamplingParams, dict[str, Any], str]] = [
+            (prompt(300), GREEDY, {}, "prefill worker has memory"),
+            (prompt(5000), GREEDY, {}, "the model takes 4096"),
+            ([3, 999], GREEDY, {}, "token id 999"),
+            ([], GREEDY, {"prompt_tokens": 0}, "empty"),
+            ([3, 4], GREEDY, {"tokens": b"123"}, "empty"),
+            ([3, 4], GREEDY, {"prompt_tokens": 3}, "prompt_tokens"),
+            ([3, 4], GREEDY, {"samples": ()}, "n must be"),
+            (prompt(100), replace(GREEDY, max_tokens=100), {}, "decode worker has memory"),
+            (prompt(9), GREEDY, {"samples": (0, 1, 2, 3)}, "lower n"),
+            (prompt(9), GREEDY, {"samples": (0, 0)}, "samples"),
+            (prompt(9), replace(GREEDY, max_tokens=4090), {}, "max_tokens"),
+            (prompt(9), replace(GREEDY, temperature=-1.0), {}, "temperature"),
+        ]
+        for tokens, params, changes, words in cases:
+            before = len(router.failed)
+            rid = router.ask(prefill.address, decode.address, tokens, params, **changes)
+            router.until(lambda before=before: len(router.failed) > before, words, 2.0)  # type: ignore[misc]
+            failed = router.failed[-1]
+            assert (failed.rid, failed.cause, failed.retryable, failed.sample) == (rid, "refused", False, ALL_SAMPLES)
+            assert words in failed.reason, failed.reason
+        good = router.ask(prefill.address, decode.address, prompt(9), GREEDY)
+        router.until(lambda: (good, 0, 0) in router.finished, "a good one after the bad ones")
+
+
+def test_another_model_is_refused_by_its_fingerprint() -> None:
+    with Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(FakeRunner(name="other")), cluster.decode()
+        router.ask(prefill.address, decode.address, prompt(9), GREEDY)
+        router.until(lambda: len(router.failed) == 1, "the refusal")
+        assert router.failed[0].cause == "refused" and "fingerprint" in router.failed[0].reason
+        assert not router.ids
+
+
+def test_a_step_that_raises_ends_its_requests_and_nothing_else() -> None:
+    with Cluster() as cluster:
+        router = cluster.router
+        sick_prefill, sick_decode = FakeRunner(), FakeRunner()
+        prefill, decode = cluster.prefill(sick_prefill), cluster.decode(sick_decode)
+        for runner in (sick_prefill, sick_decode):
+            runner.fail = 1
+            rid = router.ask(prefill.address, decode.address, prompt(9), GREEDY)
+            router.until(lambda rid=rid: any(f.rid == rid for f in router.failed), "the failure")  # type: ignore[misc]
+            failed = router.failed[-1]
+            assert (failed.cause, failed.retryable) == ("internal", True) and "told to fail" in failed.reason
+            good = router.ask(prefill.address, decode.address, prompt(9), GREEDY)
+            router.until(lambda good=good: (good, 0, 0) in router.finished, "the next one")  # type: ignore[misc]
+        router.until(lambda: router.counter(decode.address, "step_failures") == 1, "the counter")
+        assert router.counter(prefill.address, "step_failures") == 1
+
+
+def test_a_row_of_nan_fails_alone() -> None:
+    with Cluster() as cluster:
+        router, runner = cluster.router, FakeRunner()
+        prefill, decode = cluster.prefill(), cluster.decode(runner)
+        runner.nan_slots = {2}  # the second sequence's
+        rids = [router.ask(prefill.address, decode.address, prompt(9, n), replace(GREEDY, max_tokens=30)) for n in range(3)]
+        router.until(lambda: len(router.finished) == 2 and len(router.failed) == 1, "two texts and a failure")
+        assert "not usable" in router.failed[0].reason and router.failed[0].cause == "internal"
+        for n, rid in enumerate(rids):
+            if rid != router.failed[0].rid:
+                assert router.ids[rid, 0, 0] == expected_text(prompt(9, n), 30, stop=())
+
+
+def test_abort_in_every_state_gives_everything_back() -> None:
+    with Cluster() as cluster:
+        router = cluster.router
+        prefill = cluster.prefill(FakeRunner(num_pages=40, num_slots=4))
+        decode = cluster.decode(FakeRunner(num_pages=60, num_slots=6))
+        params = replace(GREEDY, max_tokens=60)
+        for round_number in range(12):
+            rids = [
+                router.ask(prefill.address, decode.address, prompt(20 + 9 * n, n), params, samples=(0, 1)) for n in range(6)
+            ]
+            router.receive(0.004 * round_number)
+            for n, rid in enumerate(rids):
+                for address in (prefill.address, decode.address):
+                    router.outbox.send(address, Abort(rid, 0, 1 if n == 5 else ALL_SAMPLES))
+            survivor = (rids[5], 0, 0)
+            router.until(lambda survivor=survivor: survivor in router.finished, "the sample that was not aborted")  # type: ignore[misc]
+            assert router.ids[survivor] == expected_text(prompt(65, 5), 60, stop=())
+            router.until(lambda: router.all_free(prefill.address, decode.address), "everything back", 5.0)
+
+
+def test_deadline_fails_the_request_wherever_it_is() -> None:
+    with Cluster() as cluster:
+        router, prefill = cluster.router, cluster.prefill()
+        decode = cluster.decode(FakeRunner(num_pages=1010, num_slots=3))
+        deaf = Inbox(router.context)  # a decode worker that never grants
+        waiting = router.ask(prefill.address, deaf.address, prompt(30), GREEDY, timeout_s=0.3)
+        running = router.ask(prefill.address, decode.address, prompt(5), replace(GREEDY, max_tokens=4000), timeout_s=0.3)
+        router.until(lambda: len(router.failed) == 2, "two timeouts", 3.0)
+        assert {f.rid for f in router.failed} == {waiting, running}
+        assert {f.cause for f in router.failed} == {"timeout"}
+        kinds = [type(message) for message in deaf.drain()]
+        assert kinds == [Offer, Abort]
+        deaf.close()
+
+
+def test_duplicates_and_late_messages_are_ignored() -> None:
+    with Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
+        rid = router.ask(prefill.address, decode.address, prompt(9), GREEDY)
+        router.ask(prefill.address, decode.address, prompt(8), GREEDY, rid=rid)
+        router.until(lambda: (rid, 0, 0) in router.finished, "the text")
+        router.ask(prefill.address, decode.address, prompt(9), GREEDY, rid=rid)
+        for stale in (Ready(rid, 0, 8, 1, 1, 1), Grant(rid, 0, 1, b"", "tcp://127.0.0.1:1"), Abort(rid, 0)):
+            router.outbox.send(decode.address, stale)
+            router.outbox.send(prefill.address, stale)
+        router.until(lambda: router.counter(prefill.address, "duplicates") == 2, "the counter")
+        router.until(lambda: router.counter(decode.address, "stale_readies") == 1, "the counter")
+        assert router.ids[rid, 0, 0] == expected_text(prompt(9), 12, stop=())
+        assert not router.failed
+
+
+def test_junk_in_the_inbox_is_counted_and_service_goes_on() -> None:
+    with Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
+        for running in (prefill, decode):
+            raw: zmq.Socket[bytes] = router.context.socket(zmq.PUSH)
+            raw.connect(running.address)
+            for frame in (b"", b"\x00", b"\x80\x04pickle", os.urandom(300), pack_ids(range(100))):
+                raw.send(frame)
+            raw.send_multipart([b"two", b"frames"])
+            raw.close(linger=500)
+            router.until(lambda running=running: router.counter(running.address, "bad_frames") == 6, "the counter")  # type: ignore[misc]
+        rid = router.ask(prefill.address, decode.address, prompt(9), GREEDY)
+        router.until(lambda: (rid, 0, 0) in router.finished, "a text after the junk")
+
+
+def test_short_prompt_behind_long_ones_is_served_first() -> None:
+    with Cluster() as cluster:
+        router, runner = cluster.router, FakeRunner(num_pages=800, num_slots=16)
+        prefill = cluster.prefill(runner, step_tokens=64, chunk_tokens=32)
+        decode = cluster.decode(FakeRunner(num_pages=1000, num_slots=16))
+        long = [router.ask(prefill.address, decode.address, prompt(1000, n), replace(GREEDY, max_tokens=1)) for n in range(2)]
+        short = router.ask(prefill.address, decode.address, prompt(9), replace(GREEDY, max_tokens=1))
+        router.until(lambda: len(router.finished) == 3, "three texts")
+        assert next(iter(router.finished)) == (short, 0, 0)
+        assert {key[0] for key in router.finished} == {short, *long}
+        assert max(sum(step) for step in runner.steps) <= 64
+        assert max(count for step in runner.steps for count in step) <= 32
+
+
+def test_prompt_logits_that_are_not_numbers_fail_the_request() -> None:
+    with Cluster() as cluster:
+        router, runner = cluster.router, FakeRunner()
+        runner.nan_slots = {1}
+        prefill, decode = cluster.prefill(runner), cluster.decode()
+        router.ask(prefill.address, decode.address, prompt(9), replace(GREEDY, prompt_logprobs=0))
+        router.until(lambda: len(router.failed) == 1, "the failure")
+        runner.nan_slots = set()
+        other = router.ask(prefill.address, decode.address, prompt(9), replace(GREEDY, prompt_logprobs=0))
+        router.until(lambda: (other, 0, 0) in router.finished, "the next text")
+        assert "not numbers" in router.failed[0].reason and list(router.scores) == [(other, 0)]
+
+
+def test_workers_without_work_sleep() -> None:
+    with Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
+        rid = router.ask(prefill.address, decode.address, prompt(30), GREEDY)
+        router.until(lambda: (rid, 0, 0) in router.finished, "a text")
+        router.until(lambda: router.all_free(prefill.address, decode.address), "everything back")
+        before = (prefill.turns, decode.turns)
+        time.sleep(0.4)
+        assert prefill.turns - before[0] < 30 and decode.turns - before[1] < 30  # 20 by the thread's own wait
+
+
+def test_mixed_load_over_two_pairs_with_clients_that_leave() -> None:
+    """Every survivor's text is its solo text, though a fifth is dropped on the way and pages change hands all the time."""
+    with Cluster() as cluster:
+        router = cluster.router
+        prefills = [cluster.prefill(FakeRunner(num_pages=80, num_slots=6)) for _ in range(2)]
+        decodes = [cluster.decode(FakeRunner(num_pages=300, num_slots=9), max_batch=5) for _ in range(2)]
+        params = replace(GREEDY, max_tokens=9)
+        asked: dict[int, tuple[int, int]] = {}
+        dropped: set[int] = set()
+        for n in range(120):
+            length, samples = 1 + (n * 37) % 90, 1 + n % 3
+            pair = (prefills[n % 2].address, decodes[n // 2 % 2].address)
+            rid = router.ask(*pair, prompt(length, n), params, samples=tuple(range(samples)))
+            asked[rid] = (length, n)
+            if n % 5 == 4:
+                router.receive(0.002 * (n % 7))
+                for address in pair:
+                    router.outbox.send(address, Abort(rid, 0))
+                dropped.add(rid)
+        wanted = {(rid, 0, i) for rid, (_, n) in asked.items() if rid not in dropped for i in range(1 + n % 3)}
+        router.until(lambda: wanted <= router.finished.keys(), "all survivors", 60.0)
+        assert not router.failed
+        for rid, _, sample in wanted:
+            length, n = asked[rid]
+            assert router.ids[rid, 0, sample] == expected_text(prompt(length, n), 9, stop=())
+
+
+def test_refused_ends_the_worker_with_code_3(capfd: pytest.CaptureFixture[str]) -> None:
+    with Cluster() as cluster:
+        for running in (cluster.prefill(), cluster.decode()):
+            cluster.router.outbox.send(running.address, Refused("page_tokens: 4 and 8"))
+            running.join(5.0)
+            assert running.exit_code == 3
+        assert capfd.readouterr().err == "refused: page_tokens: 4 and 8\n" * 2
+
+
+# --- real processes, real model
+
+
+@contextmanager
+def process(role: str, router: ScriptedRouter, *options: str) -> Iterator[subprocess.Popen[str]]:
+    sizes = ["--num-pages", "40", "--num-slots", "17"]
+    command = [sys.executable, "-m", role, "--router", router.inbox.address, *sizes, *options]
+    child = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def serving_inbox(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    word, _, inbox = child.stdout.readline().split()
+    assert word == "serving"
+    return inbox
+
+
+def golden_cases() -> dict[str, Any]:
+    cases: dict[str, Any] = json.loads((GOLDEN / "expected/expected.json").read_text())["prompts"]
+    return cases
+
+
+def test_processes_give_the_golden_tokens_and_leave_with_gone() -> None:
+    router = ScriptedRouter()
+    model = ["--model", str(GOLDEN / "model")]
+    with process("prefill", router, *model, "--chunk-tokens", "64") as prefill, process("decode", router, *model) as decode:
+        inboxes = (serving_inbox(prefill), serving_inbox(decode))
+        cases = {name: case for name, case in golden_cases().items() if name in ("len1", "len3", "len129", "len257", "len300")}
+        params = SamplingParams(max_tokens=32, seed=0, temperature=0.0)
+        rids = {name: router.ask(*inboxes, case["ids"], params) for name, case in cases.items()}
+        router.until(lambda: len(router.finished) == len(cases), "the golden texts", 120.0)
+        for name, rid in rids.items():
+            assert router.ids[rid, 0, 0] == cases[name]["tokens"], name
+        router.until(lambda: router.all_free(*inboxes), "everything back", 5.0)
+        for child, number in ((prefill, signal.SIGTERM), (decode, signal.SIGINT)):
+            child.send_signal(number)
+            assert child.wait(10) == 0
+        router.until(lambda: all(status.state == "gone" for status in router.status.values()), "gone", 2.0)
+    router.close()
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_1(tmp_path: Path) -> None:
+    router = ScriptedRouter()
+    for role in ("prefill", "decode"):
+        with process(role, router, "--model", str(tmp_path)) as child:
+            out, err = child.communicate(timeout=60)
+        assert (child.returncode, out) == (1, "")
+        assert err.count("\n") == 1 and "config.json" in err
+    router.close()
+
+
+def test_a_port_that_is_taken_is_one_line_and_exit_1() -> None:
+    router = ScriptedRouter()
+    port = router.inbox.address.rsplit(":", 1)[1]
+    with process("decode", router, "--model", str(GOLDEN / "model"), "--port", port) as child:
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out) == (1, "")
+    assert err.count("\n") == 1 and "in use" in err
+    router.close()
