@@ -94,7 +94,7 @@ class Server:
         out: dict[str, dict[str, float]] = {}
         for line in self.get("/metrics")[1].splitlines():
             found = re.fullmatch(r"pdserve_(\w+?)(?:\{(.*)\})? (\S+)", line)
-            if found and "le=" not in (found[2] or ""):
+            if found and not found[1].endswith("_bucket"):
                 worker = re.search(r'worker="([^"]*)"', found[2] or "")
                 out.setdefault(found[1], {})[worker[1] if worker else ""] = float(found[3])
         return out
@@ -115,7 +115,7 @@ class Server:
         for what in ("pages", "slots"):
             for worker, total in metrics[f"total_{what}"].items():
                 held[f"{what} of {worker}"] = total - metrics[f"free_{what}"][worker]
-        for name in ("queued", "running", "in_flight"):
+        for name in ("queued", "running", "samples_in_flight"):
             held |= {f"{name} of {worker}": value for worker, value in metrics.get(name, {}).items()}
         return {name: value for name, value in held.items() if value}
 
@@ -130,19 +130,3 @@ async def complete(session: aiohttp.ClientSession, path: str = "/v1/completions"
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                 events.append(json.loads(line[6:]))
         return Reply(response.status, None, events)
-
-
-@dataclass
-class GoldenCase:
-    """One set of golden values."""
-
-    name: str
-    expected: dict[str, Any]
-
-    @classmethod
-    def load(cls, name: str) -> GoldenCase:
-        return cls(name, json.loads((GOLDEN / name / "expected/expected.json").read_text()))
-
-    @property
-    def model(self) -> str:
-        return str(GOLDEN / self.name / "model")

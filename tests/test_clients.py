@@ -1,0 +1,80 @@
+"""Clients that are not ours, from PyPI, drive a real system: openai, langchain-openai, lm-eval, schemathesis."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system import ROOT, TINY, TOKENIZER, Server, running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(TINY, router_args=f"--tokenizer {TOKENIZER} --model-name pdserve", decode_args="--num-pages 24") as each:
+        yield each
+
+
+def client(command: list[str], cwd: Path, timeout_s: float = 240) -> str:
+    """Runs a program of the clients' venv in `cwd` (not here: transformers would import our `kernels`)."""
+    python = os.environ.get("PDSERVE_CLIENTS_PYTHON")
+    assert python, "set PDSERVE_CLIENTS_PYTHON to a python with tests/clients-requirements.txt; scripts/test.sh does"
+    program = [python, *command] if command[0].endswith(".py") else [str(Path(python).parent / command[0]), *command[1:]]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(cwd / "hf")}
+    done = subprocess.run(program, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, f"{command[0]} failed:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def test_openai(server: Server, tmp_path: Path) -> None:
+    assert "openai ok" in client([str(ROOT / "tests/client_openai.py"), server.url], tmp_path)
+    server.wait_idle(2)
+
+
+def test_langchain(server: Server, tmp_path: Path) -> None:
+    assert "langchain ok" in client([str(ROOT / "tests/client_langchain.py"), server.url], tmp_path)
+    server.wait_idle(2)
+
+
+def test_lm_eval(server: Server, tmp_path: Path) -> None:
+    """Multiple choice (echo, logprobs, batches of id lists) and generation, over a task of our own."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_bytes(Path(TOKENIZER, "tokenizer.json").read_bytes())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<｜end▁of▁sentence｜>", "model_max_length": 4096}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
+    documents = [{"question": f"{a} and {b}", "choices": ["red", "blue"], "answer": a % 2} for a in range(3) for b in range(2)]
+    (tmp_path / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    source = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: documents.jsonl\ntest_split: test\n"
+    (tmp_path / "choice.yaml").write_text(
+        f"task: tiny_choice\n{source}output_type: multiple_choice\ndoc_to_text: '{{{{question}}}} is'\n"
+        "doc_to_choice: choices\ndoc_to_target: answer\nmetric_list:\n  - metric: acc\n"
+    )
+    (tmp_path / "generate.yaml").write_text(
+        f"task: tiny_generate\n{source}output_type: generate_until\ndoc_to_text: '{{{{question}}}} is'\n"
+        "doc_to_target: ' red'\ngeneration_kwargs:\n  until: ['\\n']\n  max_gen_toks: 4\n  do_sample: false\n"
+        "metric_list:\n  - metric: exact_match\n"
+    )
+    arguments = (
+        f"model=pdserve,base_url={server.url}/v1/completions,tokenizer={tokenizer},tokenizer_backend=huggingface,"
+        "num_concurrent=2,max_retries=1,tokenized_requests=True"
+    )
+    command = ["lm_eval", "run", "--model", "local-completions", "--model_args", arguments, "--include_path", "."]
+    command += ["--tasks", "tiny_choice,tiny_generate", "--batch_size", "2", "--output_path", "out"]
+    client(command, tmp_path)
+    results = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
+    assert 0 <= results["tiny_choice"]["acc,none"] <= 1
+    assert "exact_match,none" in results["tiny_generate"]
+    server.wait_idle(2)
+
+
+def test_schemathesis_finds_no_server_error(server: Server, tmp_path: Path) -> None:
+    command = ["st", "run", f"{server.url}/openapi.json", "--phases", "examples,coverage,fuzzing", "--max-examples", "15"]
+    command += ["--workers", "1", "--seed", "1", "--checks", "not_a_server_error,response_schema_conformance"]
+    client(command, tmp_path, timeout_s=400)
+    server.wait_idle(5)
+    assert server.get("/health")[0] == 200

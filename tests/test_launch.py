@@ -1,0 +1,182 @@
+"""The launch scripts as an operator uses them: ready line, stopping, failures in one line, junk, unequal pools."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.system import ROOT, TINY, Server, running
+
+
+def launch(*flags: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PDSERVE_PYTHON": sys.executable}
+    command = [str(ROOT / "scripts/launch_local.sh"), "--port", "0", *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd="/")
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_ready_line_then_a_signal_stops_every_child(stop: signal.Signals) -> None:
+    process = launch()
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert re.fullmatch(r"ready http://127\.0\.0\.1:\d+\n", line), line
+    children = children_of(process.pid)
+    assert len(children) == 3
+    process.send_signal(stop)
+    assert process.wait(10) == 0
+    assert process.stdout.read() == ""
+    assert not [pid for pid in children if alive(pid)]
+
+
+def test_children_end_when_the_launcher_is_killed() -> None:
+    process = launch()
+    assert process.stdout is not None and process.stdout.readline().startswith("ready")
+    children = children_of(process.pid)
+    process.kill()
+    deadline_s = time.monotonic() + 10
+    while any(alive(pid) for pid in children):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--model", "/nowhere"], "config.json"),
+        (["--decode-args=--num-pages nonsense"], "num-pages"),
+        (["--prefill", "0"], "at least 1"),
+        (["--router-args=--tokenizer /nowhere"], "/nowhere"),
+    ],
+)
+def test_a_failure_is_one_line_and_a_non_zero_exit(flags: list[str], word: str) -> None:
+    process = launch(*flags)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert out == ""
+    assert word in err.strip().splitlines()[-1], err
+
+
+def test_a_broken_checkpoint_names_the_tensor(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "model")
+    data = (tmp_path / "model/model.safetensors").read_bytes()
+    (tmp_path / "model/model.safetensors").write_bytes(data.replace(b'"layers.3.attn.attn_sink"', b'"layers.3.attn.attn_sank"'))
+    process = launch("--model", str(tmp_path / "model"))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert len(err.strip().splitlines()) == 1 and "layers.3.attn.attn_s" in err, err
+
+
+def test_a_child_that_dies_later_stops_the_rest() -> None:
+    process = launch()
+    assert process.stdout is not None and process.stdout.readline().startswith("ready")
+    children = children_of(process.pid)
+    os.kill(children[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1 and "prefill-0" in err, err
+    assert not [pid for pid in children if alive(pid)]
+
+
+def test_two_clusters_on_one_host_do_not_collide() -> None:
+    body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+    with running() as one, running() as other:
+        assert one.url != other.url
+        assert one.complete(**body).ids() == other.complete(**body).ids()
+
+
+def listening_ports(pid: int) -> list[int]:
+    """Every TCP port a process listens on, from /proc."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)) if link.is_symlink() else None
+        if found:
+            inodes.add(found[1])
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+def throw_junk(port: int) -> None:
+    """Bytes that are no ZeroMQ, and ZeroMQ frames that are no message of ours."""
+    for junk in (b"", b"\x00", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\xff" * 64 + b"\x03\x00NULL"):
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.sendall(junk)
+    context = zmq.Context()
+    push = context.socket(zmq.PUSH)
+    push.connect(f"tcp://127.0.0.1:{port}")
+    truncated = b"\x95\xa5Ready\x01"
+    for frame in (b"", b"\x00", os.urandom(300), pickle.dumps({"a": 1}), truncated, b"\x91\xa6Status", b"x" * (20 << 20)):
+        push.send(frame)
+    for _ in range(20):
+        push.send_multipart([os.urandom(20), b"", os.urandom(200)])
+    push.close(linger=5000)
+    context.term()
+
+
+def test_junk_on_every_socket_is_counted_and_service_goes_on() -> None:
+    body: dict[str, Any] = {"prompt": list(range(5, 300)), "max_tokens": 8, "temperature": 0}
+    with running() as server:
+        before = server.complete(**body).ids()
+        for child in server.system.children:
+            ports = listening_ports(child.process.pid)
+            assert ports, child.name
+            for port in ports:
+                if f":{port}" not in server.url:
+                    throw_junk(port)
+        assert server.complete(**body).ids() == before
+        wait_for(lambda: all(count_bad(server, child.name) for child in server.system.children))
+        assert server.get("/health")[0] == 200
+
+
+def count_bad(server: Server, child: str) -> bool:
+    """Whether a process of that role has counted bad frames."""
+    role = child.split("-")[0]
+    text = server.get("/metrics")[1]
+    rows = [line for line in text.splitlines() if line.startswith("pdserve_bad_frames_total") and (f'role="{role}"' in line)]
+    return any(float(row.split()[-1]) > 0 for row in rows)
+
+
+def wait_for(condition: Any, timeout_s: float = 10) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "field"),
+    [
+        (TINY, ["--page-tokens", "128"], "page_tokens"),
+        (TINY, ["--kv-dtype", "bf16"], "kv_dtype"),
+        (str(ROOT / "tests/data/golden/tiny-fp8fp4/model"), [], "model."),
+    ],
+)
+def test_an_unequal_worker_is_refused_with_the_field(model: str, flags: list[str], field: str) -> None:
+    with running() as server:
+        inbox = server.system.children[0].line("inbox ")
+        command = [sys.executable, "-m", "decode", "--model", model, "--router", inbox, *flags]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        assert done.returncode == 3, done.stderr
+        assert "refused" in done.stderr and field in done.stderr, done.stderr
+        assert server.complete(prompt=[5, 6, 7], max_tokens=2).status == 200

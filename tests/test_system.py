@@ -1,0 +1,218 @@
+"""The whole system as real processes on loopback, through HTTP: golden values, mixed load, retraction, lost workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from tests import golden
+from tests.system import ROOT, TINY, Reply, Server, complete, running
+
+CHUNKS = (1, 7, 64, 256)
+VOCAB = 320
+
+
+def greedy(case: str, name: str) -> dict[str, Any]:
+    expected = golden.case(case)
+    return {"prompt": expected.prompts[name]["ids"], "max_tokens": expected.n, "temperature": 0, "logprobs": VOCAB}
+
+
+def check_golden(case: str, name: str, reply: Reply) -> None:
+    """Greedy tokens equal the stored ones; the first step's distribution within the tolerance of the golden README."""
+    assert reply.status == 200, reply.body
+    expected = golden.case(case).prompts[name]
+    assert reply.ids() == expected["tokens"], f"{case} {name}"
+    tolerance = golden.case(case).js["tolerance"][golden.case(case).js["default_profile"]]
+    want = golden.case(case).t[f"{name}.last_logits"].astype(np.float64)
+    got = np.full(VOCAB, np.nan)
+    for key, value in reply.choice()["logprobs"]["top_logprobs"][0].items():
+        got[int(key.removeprefix("token_id:"))] = value
+    error = np.abs(got - log_softmax(want)).max()
+    limit = max(tolerance["last_max"], tolerance["last_factor"] * max(expected["noise"]["noise_last"].values()))
+    # normalising moves every logprob by as much as the logits differ, so the limit of the logits may count twice
+    assert error <= 2 * limit, f"{case} {name}: logprobs differ by {error}"
+
+
+def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("case", golden.CASES)
+def test_golden_prompts_together_at_every_chunk_size(case: str, chunk: int) -> None:
+    flags = {"prefill_args": f"--chunk-tokens {chunk}", "router_args": f"--max-logprobs {VOCAB}"}
+    with running(golden.model_dir(case), **flags) as server:
+        names = list(golden.case(case).prompts)
+        for name, reply in zip(names, server.complete_all([greedy(case, name) for name in names]), strict=True):
+            check_golden(case, name, reply)
+        server.wait_idle(2)
+
+
+@pytest.mark.parametrize("case", golden.CASES)
+def test_echo_gives_the_golden_logprobs_of_the_prompt(case: str) -> None:
+    stored = golden.case(case)
+    with running(golden.model_dir(case), prefill_args="--chunk-tokens 50") as server:
+        for name in stored.js["full_logits"]:
+            ids = stored.prompts[name]["ids"]
+            reply = server.complete(prompt=ids, max_tokens=0, echo=True, logprobs=1)
+            assert reply.status == 200, reply.body
+            got = reply.choice()["logprobs"]["token_logprobs"]
+            want = log_softmax(stored.t[f"{name}.logits"].astype(np.float64))[np.arange(len(ids) - 1), ids[1:]]
+            assert got[0] is None and len(got) == len(ids)
+            error = np.abs(np.array(got[1:]) - want)
+            tolerance = stored.js["tolerance"][stored.js["default_profile"]]
+            assert np.sqrt((error**2).mean()) <= 2 * tolerance["full_rms"], (case, name, error.max())
+
+
+@pytest.mark.parametrize("folder", ["tiny-bf16/model", "tiny-bf16/model-sharded", "tiny-fp8fp4/model"])
+def test_golden_prompts_alone_and_in_their_batches(folder: str) -> None:
+    case = folder.split("/")[0]
+    with running(str(golden.FOLDER / folder), router_args=f"--max-logprobs {VOCAB}") as server:
+        alone = {name: server.complete(**greedy(case, name)) for name in golden.case(case).prompts}
+        for name, reply in alone.items():
+            check_golden(case, name, reply)
+        for batch in golden.case(case).js["batches"]:
+            replies = server.complete_all([greedy(case, name) for name in batch["prompts"]])
+            for name, reply in zip(batch["prompts"], replies, strict=True):
+                assert reply.ids() == alone[name].ids(), f"{name} differs when decoded with {batch['prompts']}"
+
+
+def test_transformers_agrees_on_fresh_prompts(tmp_path: Path) -> None:
+    """An implementation that is not ours, in a process of its own, on prompts that nobody stored."""
+    python = os.environ.get("PDSERVE_CLIENTS_PYTHON")
+    assert python, "set PDSERVE_CLIENTS_PYTHON to a python with tests/clients-requirements.txt; scripts/test.sh does"
+    generator = random.Random(7)
+    prompts = [[generator.randrange(2, VOCAB) for _ in range(length)] for length in (2, 9, 130, 261, 390)]
+    oracle = subprocess.run(
+        [python, str(ROOT / "tests/oracle_transformers.py"), TINY],
+        input=json.dumps({"prompts": prompts, "new_tokens": 6}),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+    )
+    expected = json.loads(oracle.stdout)["tokens"]
+    with running() as server:
+        replies = server.complete_all([{"prompt": p, "max_tokens": 6, "temperature": 0, "ignore_eos": True} for p in prompts])
+    assert [reply.ids() for reply in replies] == expected
+
+
+def request_specs(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Requests of every sort: lengths 1-700, n 1-3, greedy and sampled, penalties, streamed and not."""
+    generator = random.Random(seed)
+    for index in range(count):
+        length = generator.choice(
+            [1, 2, 3, 5, 17, 127, 128, 129, 255, 256, 257, 300, 511, 513, 700, generator.randrange(1, 700)]
+        )
+        spec: dict[str, Any] = {
+            "prompt": [generator.randrange(2, VOCAB) for _ in range(length)],
+            "max_tokens": generator.randrange(1, 24),
+            "n": 1 + index % 3,
+            "seed": generator.randrange(1 << 30),
+            "temperature": generator.choice([0, 0.7, 1.2]),
+            "top_p": generator.choice([1.0, 0.9]),
+            "ignore_eos": True,
+            "stream": generator.random() < 0.5,
+        }
+        if generator.random() < 0.3:
+            spec |= {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
+        yield spec
+
+
+def texts(reply: Reply, spec: dict[str, Any]) -> list[list[int]]:
+    assert reply.status == 200, reply.body
+    return [reply.ids(choice) for choice in range(spec["n"])]
+
+
+async def drop(session: aiohttp.ClientSession, spec: dict[str, Any], after_s: float) -> None:
+    """A client that goes away in the middle of its request."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(complete(session, **spec), after_s)
+
+
+def mixed_load(server: Server, specs: list[dict[str, Any]], repeats: int, dropped: float) -> list[tuple[int, Reply]]:
+    """Every spec `repeats` times, all at once in random order; a share `dropped` of them loses its client."""
+    generator = random.Random(3)
+
+    async def work(session: aiohttp.ClientSession) -> list[tuple[int, Reply]]:
+        order = [index for index in range(len(specs)) for _ in range(repeats)]
+        generator.shuffle(order)
+        tasks = []
+        for index in order:
+            if generator.random() < dropped:
+                asyncio.get_running_loop().create_task(drop(session, specs[index], generator.uniform(0.05, 5)))
+            else:
+                tasks.append((index, asyncio.create_task(complete(session, **specs[index]))))
+        return [(index, await task) for index, task in tasks]
+
+    return server.run(work)
+
+
+def test_two_hundred_mixed_requests_equal_their_solo_output() -> None:
+    specs = list(request_specs(50, seed=11))
+    with running(prefill=2, decode=2) as server:
+        solo = [texts(server.complete(**spec), spec) for spec in specs]
+        survivors = mixed_load(server, specs, repeats=4, dropped=0.2)
+        server.wait_idle(2)
+        assert len(survivors) > 120
+        for index, reply in survivors:
+            assert texts(reply, specs[index]) == solo[index], specs[index]
+        assert server.total("transfers_broken_total") == 0
+
+
+def test_a_decode_pool_that_is_too_small_gives_the_same_texts() -> None:
+    generator = random.Random(5)
+    specs: list[dict[str, Any]] = [
+        {
+            "prompt": [generator.randrange(2, VOCAB) for _ in range(generator.randrange(60, 250))],
+            "max_tokens": 200,
+            "n": 1 + index % 2,
+            "seed": index,
+            "temperature": 0.8,
+            "frequency_penalty": 0.2,
+            "ignore_eos": True,
+        }
+        for index in range(6)
+    ]
+    with running(prefill_args="--page-tokens 128", decode_args="--page-tokens 128 --num-pages 400") as server:
+        wide = [texts(reply, spec) for reply, spec in zip(server.complete_all(specs), specs, strict=True)]
+        assert server.total("retractions_total") == 0
+    with running(prefill_args="--page-tokens 128", decode_args="--page-tokens 128 --num-pages 14") as server:
+        narrow = [texts(reply, spec) for reply, spec in zip(server.complete_all(specs), specs, strict=True)]
+        assert server.total("retractions_total") > 0
+        server.wait_idle(2)
+    assert narrow == wide
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+def test_a_worker_killed_under_load_loses_nothing(victim: str) -> None:
+    specs = list(request_specs(12, seed=21))
+    for spec in specs:
+        spec["max_tokens"] += 30
+    with running(prefill=2, decode=2) as server:
+        solo = [texts(server.complete(**spec), spec) for spec in specs]
+
+        async def work(session: aiohttp.ClientSession) -> list[Reply]:
+            tasks = [asyncio.create_task(complete(session, **spec)) for spec in specs]
+            await asyncio.sleep(0.7)
+            child = next(c for c in server.system.children if c.name.startswith(victim))
+            os.kill(child.process.pid, signal.SIGKILL)
+            return list(await asyncio.gather(*tasks))
+
+        replies = server.run(work)
+        for reply, spec, expected in zip(replies, specs, solo, strict=True):
+            assert texts(reply, spec) == expected
+        server.wait_idle(2)
+        assert server.get("/health")[0] == 200
