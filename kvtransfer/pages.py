@@ -35,6 +35,15 @@ class PagePool:
     def free_slots(self) -> int:
         return len(self._free_slots)
 
+    def counts(self) -> dict[str, int]:
+        """The numbers a worker reports."""
+        return {
+            "free_pages": self.free_pages,
+            "total_pages": self.total_pages,
+            "free_slots": self.free_slots,
+            "total_slots": self.total_slots,
+        }
+
     def take_pages(self, count: int) -> list[int] | None:
         """`count` pages with one reference each, or None (and nothing taken) when there are not enough."""
         if count > len(self._free_pages):

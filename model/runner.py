@@ -31,6 +31,8 @@ class Runner:
         num_slots: int,
     ) -> None:
         self.device = torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device {device}: torch finds no GPU here; use --device cpu")
         self.config = ModelConfig.load(model_dir)
         self.kv_dtype = resolve_kv_dtype(self.config, kv_dtype)
         self.layout = kv_layout(self.config, self.kv_dtype, page_tokens)

@@ -5,36 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wire.options import option
+from wire.worker import WorkerConfig
 
 
 @dataclass(frozen=True)
-class PrefillConfig:
+class PrefillConfig(WorkerConfig):
     """A prefill worker: computes the KV of prompts and hands it to decode workers."""
 
-    model: str = option(help="checkpoint folder")
-    router: str = option(help="the router's inbox, tcp://HOST:PORT")
-    host: str = option("127.0.0.1", help="address to listen on")
-    port: int = option(0, help="port of the inbox; 0: any free one")
-    advertise: str = option("", help="host name that peers reach this worker by; empty: --host")
-    device: str = option("cpu", choices=("cpu", "cuda"), help="where the model runs")
-    kv_dtype: str = option(
-        "auto", choices=("auto", "fp8", "bf16", "fp32"), help="how KV rows are stored; auto: as the checkpoint"
-    )
-    page_tokens: int = option(256, help="tokens in a KV page")
-    num_pages: int = option(1024, help="KV pages; one is reserved")
-    num_slots: int = option(65, help="sequence slots; one is reserved")
-    transport: str = option("zeromq", choices=("zeromq",), help="how KV travels")
-    threads: int = option(1, help="CPU threads of the model")
     step_tokens: int = option(512, help="tokens computed in one step, all prompts together")
     chunk_tokens: int = option(256, help="tokens of one prompt computed in one step")
 
     def __post_init__(self) -> None:
-        if not self.router.startswith("tcp://"):
-            raise ValueError(f"--router is {self.router!r}; it must be the router's inbox, tcp://HOST:PORT")
-        for name, least in (("num_pages", 2), ("num_slots", 2), ("page_tokens", 1), ("threads", 1), ("chunk_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {least}")
+        super().__post_init__()
+        self.require(chunk_tokens=1, step_tokens=1)
         if self.step_tokens < self.chunk_tokens:
             raise ValueError(f"--step-tokens is {self.step_tokens}; it must be at least --chunk-tokens, {self.chunk_tokens}")
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"--port is {self.port}; ports are 0 to 65535")

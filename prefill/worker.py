@@ -5,17 +5,15 @@ While there is something to compute it never waits; otherwise it sleeps on its i
 
 from __future__ import annotations
 
-import gc
 import logging
 import secrets
-import signal
-import sys
 import time
 from typing import Any
 
 import torch
 import zmq
 
+import wire.worker
 from kvtransfer.layout import identity_fingerprint
 from kvtransfer.pages import PagePool
 from kvtransfer.sender import Sender
@@ -30,11 +28,8 @@ from wire.messages import Abort, Grant, Prefill, Refused, Status
 from wire.metrics import Metrics
 from wire.sockets import Inbox, Outbox
 
-REFUSED_EXIT = 3
 PUBLISH_PERIOD_S = 0.25
 LIVE_WAIT_MS = 100  # with requests in hand deadlines are looked at ten times a second
-LAST_WORDS_MS = 500
-SWITCH_INTERVAL_S = 0.0005  # the transport's thread gets the interpreter within half a millisecond
 _log = logging.getLogger("prefill")
 
 
@@ -109,8 +104,7 @@ class Worker:
                 case Abort():
                     self.scheduler.abort(message)
                 case Refused():
-                    print(f"refused: {message.reason}", file=sys.stderr, flush=True)
-                    raise SystemExit(REFUSED_EXIT)
+                    wire.worker.leave_refused(message)
                 case _:
                     self.metrics.add("misdirected")
 
@@ -142,10 +136,7 @@ class Worker:
     def _status(self) -> Status:
         scheduler, pool, model = self.scheduler, self.scheduler.pool, self._model
         load = {
-            "free_pages": pool.free_pages,
-            "total_pages": pool.total_pages,
-            "free_slots": pool.free_slots,
-            "total_slots": pool.total_slots,
+            **pool.counts(),
             "queued": len(scheduler.waiting),
             "running": len(scheduler.computing) + len(scheduler.sending),
             "max_context": min(model.max_position_embeddings, pool.total_pages * scheduler.limits.page_tokens),
@@ -155,46 +146,19 @@ class Worker:
             "max_batch": pool.total_slots,
             "tokens_per_s": self._tokens_per_s,
         }
-        for name in ("free_pages", "total_pages", "free_slots", "total_slots", "queued", "running"):
+        for name in (*pool.counts(), "queued", "running"):
             self.metrics.set(name, load[name])
-        bad_frames = self.inbox.bad_frames + self._transport.bad_frames
-        self.metrics.add("bad_frames", bad_frames - self.metrics.count("bad_frames"))
-        self.metrics.add("dropped_messages", self._outbox.dropped - self.metrics.count("dropped_messages"))
+        self.metrics.total("bad_frames", self.inbox.bad_frames + self._transport.bad_frames)
+        self.metrics.total("dropped_messages", self._outbox.dropped)
         return Status("prefill", self.name, "serving", self.inbox.address, self._identity, load, self.metrics.snapshot())
 
 
 def serve(config: PrefillConfig) -> int:
-    """Loads the model and runs the worker; gives the exit code of a start that failed."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+    """Loads the model and runs the worker (wire/worker.py)."""
     torch.set_num_threads(config.threads)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    context: zmq.Context[Any] = zmq.Context.instance()
-    try:
-        worker = Worker(config, _load(config), context)
-    except (OSError, ValueError, RuntimeError, KeyError, zmq.ZMQError) as error:
-        print(f"prefill cannot start with --model {config.model}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return 1
-    gc.collect()
-    gc.freeze()  # the model's objects are never garbage: no pause looks at them again
-    try:
-        print(f"serving {worker.name} {worker.inbox.address}", flush=True)
-        worker.run()
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        worker.close()
-        context.destroy(linger=LAST_WORDS_MS)  # waits that long for what is still queued, "gone" among it
-    return 0
 
+    def build(context: zmq.Context[Any]) -> Worker:
+        sizes = {"num_pages": config.num_pages, "num_slots": config.num_slots}
+        return Worker(config, Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes), context)
 
-def _load(config: PrefillConfig) -> Runner:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
-    sizes = {"num_pages": config.num_pages, "num_slots": config.num_slots}
-    return Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
-
-
-def _leave(signal_number: int, frame: object) -> None:
-    raise SystemExit(0)
+    return wire.worker.serve("prefill", config, build)

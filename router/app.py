@@ -34,6 +34,7 @@ from router.stream import EventStream, Reply, Written
 from router.text import Tokenizer
 from wire.messages import SamplingParams
 from wire.metrics import Metrics, render
+from wire.sockets import Inbox
 
 _LOG = logging.getLogger("pdserve.router")
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -47,12 +48,19 @@ class App:
     """Handlers and what they share. `handle` is the whole server for aiohttp's `web.Server`."""
 
     def __init__(
-        self, config: RouterConfig, dispatcher: Dispatcher, health: Health, metrics: Metrics, tokenizer: Tokenizer | None
+        self,
+        config: RouterConfig,
+        dispatcher: Dispatcher,
+        health: Health,
+        metrics: Metrics,
+        inbox: Inbox,
+        tokenizer: Tokenizer | None,
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._health = health
         self._metrics = metrics
+        self._inbox = inbox
         self._tokenizer = tokenizer
         self._model = config.served_name
         self._threads = ThreadPoolExecutor(1, "tokenize")
@@ -262,6 +270,7 @@ class App:
 
     async def metrics(self, http: web.BaseRequest) -> web.StreamResponse:
         pool = self._dispatcher.pool
+        self._metrics.total("bad_frames", self._inbox.bad_frames)
         self._metrics.set("samples_in_flight", self._dispatcher.in_flight)
         self._metrics.set("healthy", float(not self._health.reason()))
         for role in ("prefill", "decode"):

@@ -46,7 +46,7 @@ class Router:
         self._outbox = Outbox(self._context)
         self.dispatcher = Dispatcher(config, self._outbox, self.inbox.address, self.metrics, self._defer)
         self.health = Health(config, self.dispatcher)
-        self.app = App(config, self.dispatcher, self.health, self.metrics, self.tokenizer)
+        self.app = App(config, self.dispatcher, self.health, self.metrics, self.inbox, self.tokenizer)
         self.url = ""
         self._runner: web.ServerRunner | None = None
         self._watch: asyncio.Task[None] | None = None

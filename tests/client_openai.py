@@ -1,12 +1,13 @@
 """Drives a server with OpenAI's own client; run by tests/test_clients.py under the clients' python."""
 
 import sys
+from typing import Any
 
 from openai import OpenAI  # type: ignore[import-not-found,unused-ignore]
 
 
 def main() -> None:
-    client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="unused")
+    client: Any = OpenAI(base_url=sys.argv[1] + "/v1", api_key="unused")
     model = client.models.list().data[0].id
 
     chat = client.chat.completions.create(

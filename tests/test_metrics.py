@@ -153,3 +153,10 @@ SNAPSHOTS = st.tuples(
 def test_every_valid_snapshot_renders_to_a_valid_page(snapshot: list[Any]) -> None:
     if valid_snapshot(snapshot):
         parse(render([({"worker": "w"}, snapshot)]))
+
+
+def test_total_takes_over_a_count() -> None:
+    metrics = Metrics()
+    for seen in (3, 5):
+        metrics.total("bad_frames", seen)
+    assert metrics.count("bad_frames") == 5

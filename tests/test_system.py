@@ -46,14 +46,15 @@ def check_golden(case: str, name: str, reply: Reply) -> None:
 
 
 def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    normalised: np.ndarray[Any, Any] = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return normalised
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("case", golden.CASES)
 def test_golden_prompts_together_at_every_chunk_size(case: str, chunk: int) -> None:
-    flags = {"prefill_args": f"--chunk-tokens {chunk}", "router_args": f"--max-logprobs {VOCAB}"}
-    with running(golden.model_dir(case), **flags) as server:
+    cut, wide = f"--chunk-tokens {chunk}", f"--max-logprobs {VOCAB}"
+    with running(golden.model_dir(case), prefill_args=cut, router_args=wide) as server:
         names = list(golden.case(case).prompts)
         for name, reply in zip(names, server.complete_all([greedy(case, name) for name in names]), strict=True):
             check_golden(case, name, reply)

@@ -24,6 +24,10 @@ class Metrics:
         """Counts up; the Prometheus name is ``pdserve_<name>_total``."""
         self._counters[name] = self._counters.get(name, 0) + amount
 
+    def total(self, name: str, amount: float) -> None:
+        """Takes over a count that somebody else keeps."""
+        self._counters[name] = amount
+
     def set(self, name: str, value: float) -> None:
         self._gauges[name] = value
 
