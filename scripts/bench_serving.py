@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,15 +21,18 @@ import torch
 
 from model.batch import Batch, Row
 from model.runner import Runner
-from scripts.launch_local import BUNDLED_MODEL, LocalConfig, System
+from scripts.launch_local import ROOT, LocalConfig, System
 from wire.options import option, parse
+
+SMALLEST_MODEL = str(ROOT / "tests/data/golden/tiny-bf16/model")  # the less the model costs, the more everything else shows
+LIMITS = {1: 1.25, 16: 1.15}  # batch -> what the ratio may be
 
 
 @dataclass(frozen=True)
 class BenchConfig:
     """Serving overhead and an open-loop load."""
 
-    model: str = option(str(BUNDLED_MODEL), help="checkpoint folder")
+    model: str = option(SMALLEST_MODEL, help="checkpoint folder")
     url: str = option("", help="a server that runs already (then no bare loop and no ratio); empty: start one")
     batches: str = option("1,16", help="batch sizes of the overhead measurement")
     rounds: int = option(5, help="how often the two sides take turns")
@@ -138,7 +142,8 @@ def overhead(url: str, config: BenchConfig) -> list[dict[str, float]]:
             pairs.append((bare.seconds_per_token(prompts), served_s))
         bare_s, served_s = (statistics.median(side) for side in zip(*pairs, strict=True))
         ratio = statistics.median(served / alone for alone, served in pairs)
-        rows.append({"batch": batch, "bare_ms": 1000 * bare_s, "served_ms": 1000 * served_s, "ratio": ratio})
+        limit = LIMITS.get(batch, float("nan"))
+        rows.append({"batch": batch, "bare_ms": 1000 * bare_s, "served_ms": 1000 * served_s, "ratio": ratio, "limit": limit})
     return rows
 
 
@@ -149,7 +154,7 @@ def table(rows: list[dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
     config = parse(BenchConfig, "bench_serving")
     system = None if config.url else System(LocalConfig(model=config.model, port=0, device=config.device))
     figures: dict[str, list[dict[str, float]]] = {}
@@ -171,7 +176,8 @@ def main() -> None:
             system.stop()
     if config.json:
         Path(config.json).write_text(json.dumps(figures, indent=1))
+    return int(any(row["ratio"] > row["limit"] for row in figures.get("overhead", [])))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,8 +19,7 @@ from typing import IO
 from wire.options import option, parse
 
 ROOT = Path(__file__).resolve().parent.parent
-BUNDLED_MODEL = ROOT / "tests/data/golden/tiny-bf16/model"
-BUNDLED_TOKENIZER = ROOT / "tests/data/tokenizer"
+BUNDLED_MODEL = ROOT / "bundled/tiny"
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
@@ -135,12 +134,10 @@ class System:
 
     def _router_flags(self, model: str) -> list[str]:
         flags = ["--model", model, "--host", self.config.host, "--port", str(self.config.port)]
-        if not self.config.model:
-            flags += ["--tokenizer", str(BUNDLED_TOKENIZER)]
         return [*flags, *shlex.split(self.config.router_args)]
 
     def _spawn(self, name: str, module: str, flags: list[str], worker_index: int) -> Child:
-        environment = dict(os.environ)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
         if self.config.device == "cuda" and module != "router":
             gpus = visible_gpus()
             environment["CUDA_VISIBLE_DEVICES"] = gpus[worker_index % len(gpus)]

@@ -1,28 +1,32 @@
-# Sourced by the launch and test scripts: after it, we stand in the repository root and $PYTHON has what the project needs.
+# Sourced by the launch and test scripts: after it, $PYTHON has what the project needs and finds the project's packages
+# from any folder, so that relative paths on the command line mean what the caller means.
 # PDSERVE_PYTHON=/path/to/python skips the venv (a GPU host that brings its own torch). PDSERVE_VENV names another folder.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# install_venv FOLDER STAMP COMMAND...: makes FOLDER and runs COMMAND in it, once per content of STAMP.
+# install_venv FOLDER STAMPS PIP_ARGUMENTS...: makes FOLDER and installs into it, once per content of the STAMPS files.
 install_venv() {
-    local folder=$1 stamp=$2 want
+    local folder=$1 want
+    want=$(cd "$ROOT" && cat $2 | sha256sum)
     shift 2
-    want=$(cat $stamp | sha256sum)
     if [ "$(cat "$folder/.installed" 2>/dev/null)" = "$want" ]; then return; fi
     echo "installing into $folder (first time, or the requirements changed) ..." >&2
-    rm -rf "$folder" build ./*.egg-info
+    rm -rf "$folder"
     "${PDSERVE_BASE_PYTHON:-python3}" -m venv "$folder" || { echo "cannot make a venv in $folder: is python3-venv installed?" >&2; exit 1; }
-    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@" || { echo "pip install failed" >&2; exit 1; }
+    (cd "$ROOT" && "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@") || { echo "pip install failed" >&2; exit 1; }
+    rm -rf "$ROOT"/build "$ROOT"/*.egg-info
     echo "$want" > "$folder/.installed"
 }
 
 if [ -n "${PDSERVE_PYTHON:-}" ]; then
     PYTHON=$PDSERVE_PYTHON
 else
-    VENV=${PDSERVE_VENV:-.venv}
+    VENV=${PDSERVE_VENV:-$ROOT/.venv}
     install_venv "$VENV" "pyproject.toml constraints-cpu.txt" --constraint constraints-cpu.txt ".[dev]"
     PYTHON=$VENV/bin/python
 fi
+# Our packages, and never a folder of the caller's that happens to be called `model` or `router`.
+export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 
 # libzmq mallocs every frame it receives; with glibc's defaults each large one is mapped and unmapped again (10k page
 # faults per 64 MiB). These keep the memory, and must be set before the process starts.
