@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from decode.sampling import complaint
 from kvtransfer.pages import SeqKV
 from kvtransfer.transports import Key
-from wire.messages import Offer, unpack_ids
+from wire.messages import Grant, Offer, unpack_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Request:
     serial: int = 0  # order of admission
     granted_s: float = 0.0
     kvs: list[SeqKV] = field(default_factory=list)
+    grant: Grant | None = None
+    grant_again_s: float = math.inf  # when the Grant is repeated; never once Ready is here
     num_bytes: int = 0  # of KV, as prefill says it sent them
 
     @property

@@ -72,18 +72,17 @@ class Sampler:
         return choices
 
     def _change(self, plan: _Plan, logits: Tensor) -> bool:
-        """Penalties, then bias, then masks; False when nobody asked for any."""
+        """Masks, then bias, then penalties; False when nobody asked for any."""
         waiting = [row for row in plan.waiting if not _may_stop(plan.sequences[row])]
-        if plan.penalized:
-            penalize(logits, self._counts(plan))
+        places = [(row, token) for row in waiting for token in plan.sequences[row].stopping_ids()]
+        if places:
+            rows, ids = torch.tensor(places, device=self._device).T
+            forbid(logits, rows, ids)
         if plan.bias is not None:
             bias(logits, *plan.bias)
-        if waiting:
-            places = [(row, token) for row in waiting for token in plan.sequences[row].stopping_ids()]
-            if places:
-                rows, ids = torch.tensor(places, device=self._device).T
-                forbid(logits, rows, ids)
-        return bool(plan.penalized or plan.bias is not None or waiting)
+        if plan.penalized:
+            penalize(logits, self._counts(plan))
+        return bool(plan.penalized or plan.bias is not None or places)
 
     def _counts(self, plan: _Plan) -> Counts:
         histories = [history for row in plan.penalized if (history := plan.sequences[row].history) is not None]

@@ -3,10 +3,14 @@
 A request is `queued` until there is room, `arriving` while its KV comes in, and then its sequences are `running`.
 Admission is first come first served. When a running sequence needs a page and there is none, the newest of what was
 admitted gives up its pages and goes back through prefill; the oldest never does, so something always finishes.
+
+A message may be lost with its connection. So prefill repeats an Offer until there is a Grant, and the Grant is repeated
+here until there is a Ready; what prefill still offers or keeps of an attempt that is over here is answered with Abort.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from itertools import count
@@ -24,6 +28,7 @@ from wire.messages import ALL_SAMPLES, Abort, Failed, Offer, Ready, Tokens, unpa
 from wire.metrics import Metrics
 
 DEADLINE_PERIOD_S = 0.1
+GRANT_PERIOD_S = 2.0  # without a Ready for so long the Grant is repeated
 
 
 class Scheduler:
@@ -36,6 +41,7 @@ class Scheduler:
         arena: Arena,
         limits: Limits,
         fingerprint: str,
+        name: str,
         send: Callable[[str, Any], bool],
         metrics: Metrics,
     ) -> None:
@@ -47,6 +53,7 @@ class Scheduler:
         self._receiver = receiver
         self._arena = arena
         self._fingerprint = fingerprint
+        self._name = name
         self._send = send
         self._metrics = metrics
         self._serials = count(1)
@@ -62,8 +69,12 @@ class Scheduler:
     def offer(self, offer: Offer, now_s: float) -> None:
         """Queues a hand-off, or answers Failed("refused") at once when it could never be served."""
         key = (offer.rid, offer.attempt)
-        if key in self._closed or self._known(key):
+        if self._known(key):
             self._metrics.add("duplicates")
+            return
+        if key in self._closed:  # aborted before it came, or prefill has not heard: it must not hold its pages for us
+            self._metrics.add("stale_offers")
+            self._send(offer.prefill_inbox, Abort(*key))
             return
         self._metrics.add("offers")
         reason = refusal(offer, self._fingerprint, self.limits)
@@ -71,7 +82,7 @@ class Scheduler:
             self._metrics.add("refused")
             self._closed.add(key)
             self._send(offer.prefill_inbox, Abort(*key))
-            self._send(offer.router_inbox, Failed(*key, ALL_SAMPLES, "refused", reason, False))
+            self._send(offer.router_inbox, Failed(*key, ALL_SAMPLES, "refused", reason, False, "decode"))
             return
         tokens, samples = unpack_ids(offer.tokens), list(offer.samples)
         self.queued[key] = Request(key, offer, tokens, samples, now_s, now_s + offer.timeout_s)
@@ -81,7 +92,7 @@ class Scheduler:
         if request is None or not self._receiver.ready(ready):
             self._metrics.add("stale_readies")
             return
-        request.num_bytes = ready.num_bytes
+        request.num_bytes, request.grant_again_s = ready.num_bytes, math.inf
 
     def abort(self, message: Abort) -> None:
         """Forgets an attempt or one sample of it, wherever it is; its pages are free when this returns."""
@@ -113,7 +124,8 @@ class Scheduler:
                 self._start(request, now_s)
 
     def expire(self, now_s: float) -> None:
-        """Fails what is past its deadline; looks ten times a second, however often it is called."""
+        """Fails what is past its deadline and repeats Grants that may be lost; looks ten times a second, however often it
+        is called."""
         if now_s < self._next_expiry_s:
             return
         self._next_expiry_s = now_s + DEADLINE_PERIOD_S
@@ -124,6 +136,9 @@ class Scheduler:
         for sequence in [s for s in self.running if s.deadline_s <= now_s]:
             self._metrics.add("timeouts")
             self._fail_sequence(sequence, "timeout", f"not finished in time, {sequence.generated} tokens are", retryable=False)
+        for request in [r for r in self.arriving.values() if r.grant_again_s <= now_s]:
+            self._metrics.add("grants_repeated")
+            self._send_grant(request, now_s)
 
     def admit(self, now_s: float) -> None:
         """Grants in the order of arrival as long as there is room; the head waits, nobody overtakes it."""
@@ -137,10 +152,9 @@ class Scheduler:
             request.serial, request.granted_s = next(self._serials), now_s
             self._metrics.observe("queue_seconds", now_s - request.queued_s)
             self.arriving[request.key] = self.queued.pop(request.key)
-            target = request.kvs[0]
-            prefill = request.offer.prefill_inbox
-            if not self._send(prefill, self._receiver.open(request.key, target.slot, target.pages)):
-                self._break(request, f"nothing can be sent to the prefill worker at {prefill!r}")
+            request.grant = self._receiver.open(request.key, request.kvs[0].slot, request.kvs[0].pages)
+            if not self._send_grant(request, now_s):
+                self._break(request, f"nothing can be sent to the prefill worker at {request.offer.prefill_inbox!r}")
 
     def next_batch(self) -> list[Sequence]:
         """The sequences of the next step, each with a page for the token it is fed."""
@@ -164,19 +178,20 @@ class Scheduler:
                 self._metrics.add("bad_logits")
                 self._fail_sequence(sequence, "internal", f"{choice.error} (position {position})", retryable=False)
                 continue
-            reason = sequence.append(choice.token)
+            first, reason = sequence.generated, sequence.append(choice.token)
             if not sequence.first_token_s:
                 sequence.first_token_s = now_s
                 self._metrics.observe("first_token_seconds", now_s - sequence.arrived_s)
             scores = None if choice.logprob is None else [choice.logprob]
             tops = None if choice.tops is None else [choice.tops]
-            rows[sequence.router_inbox].append([*sequence.key, sequence.sample, [choice.token], reason, scores, tops])
+            row = [*sequence.key, sequence.sample, first, [choice.token], reason, scores, tops]
+            rows[sequence.router_inbox].append(row)
             if reason:
                 self._metrics.observe("decode_seconds", now_s - sequence.arrived_s)
                 self._finish(sequence)
-        self._metrics.add("decode_tokens", len(batch))
+        self._metrics.add("decode_tokens", sum(map(len, rows.values())))
         for router, router_rows in rows.items():
-            self._send(router, Tokens(router_rows))
+            self._send(router, Tokens(self._name, router_rows))
 
     def fail_step(self, batch: list[Sequence], reason: str) -> None:
         """A step has raised: its sequences end, and nothing else."""
@@ -235,7 +250,8 @@ class Scheduler:
             sequence = self._sequence(request, sample, kv, now_s)
             self.running.append(sequence)
             if sequence.generated >= sequence.sampling.max_tokens:  # nothing was asked for but the prompt
-                self._send(sequence.router_inbox, Tokens([[*request.key, sample, [], "length", None, None]]))
+                row: list[Any] = [*request.key, sample, sequence.generated, [], "length", None, None]
+                self._send(sequence.router_inbox, Tokens(self._name, [row]))
                 self._finish(sequence)
 
     def _fork(self, source: SeqKV, kv: SeqKV, full_pages: int) -> None:
@@ -262,6 +278,10 @@ class Scheduler:
             arrived_s=now_s,
         )
 
+    def _send_grant(self, request: Request, now_s: float) -> bool:
+        request.grant_again_s = now_s + GRANT_PERIOD_S
+        return self._send(request.offer.prefill_inbox, request.grant)
+
     def _drop_sample(self, request: Request, sample: int) -> None:
         if sample != ALL_SAMPLES and request.samples != [sample]:
             if sample in request.samples:
@@ -270,6 +290,7 @@ class Scheduler:
                     self.pool.drop(request.kvs.pop())  # never the first, where the KV lands
             return
         self._release_request(request)
+        self._send(request.offer.prefill_inbox, Abort(*request.key))  # the router's word to it may be lost or late
 
     def _break(self, request: Request, reason: str) -> None:
         self._metrics.add("transfers_broken")
@@ -283,11 +304,11 @@ class Scheduler:
         """Ends a request that does not run yet, with a message to both of its other parties."""
         self._release_request(request)
         self._send(request.offer.prefill_inbox, Abort(*request.key))
-        self._send(request.offer.router_inbox, Failed(*request.key, ALL_SAMPLES, cause, reason, retryable))
+        self._send(request.offer.router_inbox, Failed(*request.key, ALL_SAMPLES, cause, reason, retryable, "decode"))
 
     def _fail_sequence(self, sequence: Sequence, cause: str, reason: str, retryable: bool) -> None:
         self._release_sequence(sequence)
-        self._send(sequence.router_inbox, Failed(*sequence.key, sequence.sample, cause, reason, retryable))
+        self._send(sequence.router_inbox, Failed(*sequence.key, sequence.sample, cause, reason, retryable, "decode"))
 
     def _release_request(self, request: Request) -> None:
         self.queued.pop(request.key, None)

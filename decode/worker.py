@@ -6,7 +6,6 @@ While there is something to run it never waits; otherwise it sleeps on its inbox
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from typing import Any
 
@@ -24,14 +23,10 @@ from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Receiver
 from kvtransfer.transports import open_transport
 from model.runner import Runner
-from wire.heartbeat import Heartbeat
-from wire.messages import Abort, Offer, Ready, Refused, Status
-from wire.metrics import Metrics
-from wire.sockets import Inbox, Outbox
+from wire.messages import Abort, Offer, Ready, Refused
+from wire.worker import Presence
 
 ARRIVAL_TIMEOUT_S = 10.0  # from Ready to the last byte
-PUBLISH_PERIOD_S = 0.25
-LIVE_WAIT_MS = 100  # with requests in hand deadlines are looked at ten times a second
 _log = logging.getLogger("decode")
 
 
@@ -39,34 +34,33 @@ class Worker:
     """Everything a decode process owns. `turn` is the loop's body."""
 
     def __init__(self, config: DecodeConfig, runner: Runner, context: zmq.Context[Any]) -> None:
-        self.name = f"decode-{secrets.token_hex(4)}"
-        self.metrics = Metrics()
-        self.inbox = Inbox(context, config.host, config.port, config.advertise)
-        self._outbox = Outbox(context)
+        self._presence = Presence("decode", config, context)
+        self.name, self.inbox, self.metrics = self._presence.name, self._presence.inbox, self._presence.metrics
         self._transport = open_transport(config.transport, context, runner.arena, config.host, config.advertise)
         self._receiver = Receiver(runner.arena, self._transport, ARRIVAL_TIMEOUT_S)
-        self._identity = runner.identity()
-        self._model = runner.config
-        self._tokens_per_s = 0.0
+        identity, model = runner.identity(), runner.config
         pool = PagePool(config.num_pages, config.num_slots)
         limits = Limits(
-            runner.config.vocab_size,
-            runner.config.max_position_embeddings,
-            runner.config.eos_token_id,
+            model.vocab_size,
+            model.max_position_embeddings,
+            model.eos_token_id,
             config.page_tokens,
             pool.total_pages,
             pool.total_slots,
             config.max_batch,
         )
         self.scheduler = Scheduler(
-            pool, self._receiver, runner.arena, limits, identity_fingerprint(self._identity), self._outbox.send, self.metrics
+            pool,
+            self._receiver,
+            runner.arena,
+            limits,
+            identity_fingerprint(identity),
+            self.name,
+            self._presence.outbox.send,
+            self.metrics,
         )
         self._engine = Engine(runner)
-        self._poller = zmq.Poller()
-        self._poller.register(self.inbox.socket, zmq.POLLIN)
-        self._poller.register(self._transport.fileno(), zmq.POLLIN)
-        self._next_publish_s = 0.0
-        self._heartbeat = Heartbeat(context, config.router, self._status())
+        self._presence.join(identity, model, config.max_batch, self._counts, self._transport)
 
     def run(self) -> None:
         """Until a signal or a Refused ends the process (SystemExit)."""
@@ -84,14 +78,12 @@ class Worker:
         if batch:
             self._step(batch, now_s)
         else:
-            self._wait(max_wait_ms)
+            self._presence.wait(self.scheduler.idle, max_wait_ms)
 
     def close(self) -> None:
         """Says "gone" and lets go of sockets and threads."""
-        self._heartbeat.close()
+        self._presence.leave()
         self._transport.close()
-        self._outbox.close()
-        self.inbox.close()
 
     def _receive(self, now_s: float) -> None:
         for message in self.inbox.drain():
@@ -116,40 +108,12 @@ class Worker:
             return
         now_s = time.monotonic()
         self.scheduler.advance(batch, choices, now_s)
-        self.metrics.add("steps")
-        self.metrics.observe("step_seconds", now_s - start_s)
-        rate = len(batch) / (now_s - start_s)
-        self._tokens_per_s += 0.1 * (rate - self._tokens_per_s) if self._tokens_per_s else rate
-        if now_s >= self._next_publish_s:
-            self._publish(now_s)
+        self._presence.stepped(len(batch), start_s, now_s)
 
-    def _wait(self, max_wait_ms: int | None) -> None:
-        self._publish(time.monotonic())
-        longest_ms = None if self.scheduler.idle else LIVE_WAIT_MS
-        self._poller.poll(longest_ms if max_wait_ms is None else max_wait_ms)
-
-    def _publish(self, now_s: float) -> None:
-        self._next_publish_s = now_s + PUBLISH_PERIOD_S
-        self._heartbeat.publish(self._status())
-
-    def _status(self) -> Status:
-        scheduler, pool, model = self.scheduler, self.scheduler.pool, self._model
-        load = {
-            **pool.counts(),
-            "queued": len(scheduler.queued) + len(scheduler.arriving),
-            "running": len(scheduler.running),
-            "max_context": min(model.max_position_embeddings, pool.total_pages * scheduler.limits.page_tokens),
-            "vocab_size": model.vocab_size,
-            "eos_token_id": model.eos_token_id,
-            "bos_token_id": model.bos_token_id,
-            "max_batch": scheduler.limits.max_batch,
-            "tokens_per_s": self._tokens_per_s,
-        }
-        for name in (*pool.counts(), "queued", "running"):
-            self.metrics.set(name, load[name])
-        self.metrics.total("bad_frames", self.inbox.bad_frames + self._transport.bad_frames)
-        self.metrics.total("dropped_messages", self._outbox.dropped)
-        return Status("decode", self.name, "serving", self.inbox.address, self._identity, load, self.metrics.snapshot())
+    def _counts(self) -> dict[str, int]:
+        scheduler = self.scheduler
+        queued, running = len(scheduler.queued) + len(scheduler.arriving), len(scheduler.running)
+        return {**scheduler.pool.counts(), "queued": queued, "running": running}
 
 
 def serve(config: DecodeConfig) -> int:

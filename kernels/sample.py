@@ -1,8 +1,8 @@
 """From logits to token ids, for many rows at once, each row with its own parameters.
 
-The order is the usual one (vLLM, OpenAI): penalties, bias and masks change the logits, temperature scales them, top-k,
-top-p and min-p drop tokens in this order, and one uniform number picks from what is left. Every row is computed from
-its own data alone, so a row's token does not depend on which other rows share the step.
+The order is that of vLLM V1: masks and bias change the logits, then penalties; temperature scales them; min-p, top-k and
+top-p drop tokens in this order, each from what the one before has left; one uniform number picks from the rest. Every
+row is computed from its own data alone, so a row's token does not depend on which other rows share the step.
 
 Plain torch on every device; penalties and masks are sparse (lists of places), so rows without them pay nothing.
 """
@@ -142,14 +142,14 @@ def weights(logits: Tensor, parameters: Draw) -> Tensor:
     """
     peak = logits.max(dim=-1, keepdim=True).values.double()
     weight = ((logits.double() - peak) / parameters.temperature[:, None]).exp_()
-    if parameters.top_k is not None:
-        _keep_top_k(weight, logits, parameters.top_k)
-    if parameters.top_p is not None:
-        _keep_top_p(weight, parameters.top_p)
     if parameters.min_p is not None:  # p / p_max is the weight itself
         rows, least = parameters.min_p.rows, parameters.min_p.values
         picked = weight[rows]
         weight[rows] = torch.where(picked >= least[:, None], picked, 0.0)
+    if parameters.top_k is not None:
+        _keep_top_k(weight, logits, parameters.top_k)
+    if parameters.top_p is not None:
+        _keep_top_p(weight, parameters.top_p)
     return weight
 
 

@@ -17,6 +17,6 @@ class PrefillConfig(WorkerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(chunk_tokens=1, step_tokens=1)
+        self.require(chunk_tokens=1, step_tokens=2)
         if self.step_tokens < self.chunk_tokens:
             raise ValueError(f"--step-tokens is {self.step_tokens}; it must be at least --chunk-tokens, {self.chunk_tokens}")

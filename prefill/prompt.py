@@ -48,6 +48,9 @@ class Prompt:
     scores: Scores | None
     kv: SeqKV | None = None  # from admission on
     computed: int = 0  # tokens whose KV is in `kv`
+    passed_over: int = 0  # steps since it was last in one
+    granted: bool = False
+    offer_again_s: float = 0.0  # when the Offer is repeated, if there is no Grant by then
     begin_s: float = 0.0
     end_s: float = 0.0
 

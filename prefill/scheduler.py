@@ -2,6 +2,9 @@
 
 A prompt is in one of three stages: `waiting` for pages and a slot, `computing` chunk by chunk, or `sending` the rest of
 its KV. All three keep the order of arrival. Whatever ends a prompt goes through `_release`.
+
+A message may be lost with its connection. So the Offer is repeated until there is a Grant, and decode repeats its Grant
+until there is a Ready: one for a prompt that is over here asks for our last word on it again, Ready or Abort.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ from kvtransfer.sender import Sender, SendLost, Sent
 from kvtransfer.tombstones import LIMIT, Tombstones
 from kvtransfer.transports import Key
 from prefill.prompt import Chunk, Prompt, Scores
-from wire.messages import ALL_SAMPLES, Abort, Failed, Grant, Offer, Prefill, unpack_ids
+from prefill.shares import share_out
+from wire.messages import ALL_SAMPLES, Abort, Failed, Grant, Offer, Prefill, Ready, unpack_ids
 from wire.metrics import Metrics
 
-SMALLEST_SHARE = 16  # tokens; below this a chunk is not worth cutting in half
+OFFER_PERIOD_S = 2.0  # without a Grant for so long the Offer is repeated: it, or the connection, may have been lost
+LAST_WORDS = 16_384  # 5 MB; at a thousand requests a second 16 s, of which decode's repeated Grant needs two or three
 DEADLINE_PERIOD_S = 0.1
 
 
@@ -35,7 +40,7 @@ class Limits:
 
 
 class Scheduler:
-    """First come first served by pages; by tokens the oldest gets half of what is left, then the next oldest, and so on."""
+    """First come first served, by pages and by tokens, as far as nobody starves: `_crowds_out` and prefill/shares.py."""
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class Scheduler:
         self._send = send
         self._metrics = metrics
         self._closed = Tombstones(4 * LIMIT)  # more than the sender's: keys that never reached it are in here too
+        self._last_words: OrderedDict[Key, tuple[str, Ready | Abort]] = OrderedDict()  # to whom, what
         self._next_expiry_s = 0.0
 
     @property
@@ -76,7 +82,7 @@ class Scheduler:
         reason = self._refusal(message)
         if reason:
             self._metrics.add("refused")
-            self._send(message.router_inbox, Failed(*key, ALL_SAMPLES, "refused", reason, False))
+            self._send(message.router_inbox, Failed(*key, ALL_SAMPLES, "refused", reason, False, "prefill"))
             return
         top_k = min(message.sampling.prompt_logprobs, self.limits.vocab_size)
         scores = Scores(top_k) if top_k >= 0 else None
@@ -85,7 +91,14 @@ class Scheduler:
         self.waiting[key] = Prompt(key, message, tokens, samples, now_s, deadline_s, scores)
 
     def grant(self, message: Grant) -> None:
-        if not self._sender.granted(message):
+        """Lets a hand-off go. Decode repeats its Grant while it has no Ready; see above."""
+        key = (message.rid, message.attempt)
+        prompt = self._find(key)
+        if prompt is not None:
+            prompt.granted = self._sender.granted(message) or prompt.granted
+        elif key in self._last_words:
+            self._send(*self._last_words[key])
+        else:
             self._metrics.add("stale_grants")
 
     def abort(self, message: Abort) -> None:
@@ -97,10 +110,11 @@ class Scheduler:
                 self._closed.add(key)
             return
         prompt.samples = [s for s in prompt.samples if message.sample not in (s, ALL_SAMPLES)]
-        if prompt.kv is not None:
-            # The router tells decode too, but its word may get there before our Offer, and be about nothing then.
+        # The router tells decode too, but its word may get there before our Offer, and be about nothing then.
+        if prompt.samples and prompt.kv is not None:
             self._send(prompt.message.decode_inbox, message)
         if not prompt.samples:
+            self._say_last(prompt, Abort(*key))
             self._metrics.add("aborts")
             self._release(prompt)
 
@@ -116,7 +130,9 @@ class Scheduler:
                 self._metrics.add("transfers_broken")
                 self._fail(prompt, "transfer", f"the KV could not be sent to decode: {event.reason}", retryable=True)
                 continue
-            self._send(prompt.message.decode_inbox, event.ready)
+            if not self._say_last(prompt, event.ready):
+                self._fail(prompt, "transfer", f"nothing can be sent to {prompt.message.decode_inbox!r}", retryable=True)
+                continue
             self._metrics.add("transfers_ok")
             self._metrics.add("kv_sent_bytes", event.ready.num_bytes)
             self._metrics.add("kv_sent_pages", self._pages(prompt.length))
@@ -124,7 +140,8 @@ class Scheduler:
             self._release(prompt)
 
     def expire(self, now_s: float) -> None:
-        """Fails what is past its deadline; looks ten times a second, however often it is called."""
+        """Fails what is past its deadline and repeats Offers that may be lost; looks ten times a second, however often it
+        is called."""
         if now_s < self._next_expiry_s:
             return
         self._next_expiry_s = now_s + DEADLINE_PERIOD_S
@@ -133,46 +150,31 @@ class Scheduler:
                 self._metrics.add("timeouts")
                 reason = f"not handed to decode within {prompt.message.timeout_s:g} s"
                 self._fail(prompt, "timeout", reason, retryable=False)
+        for prompt in self._ungranted():
+            if prompt.offer_again_s <= now_s:
+                self._metrics.add("offers_repeated")
+                self._offer(prompt, now_s)
 
     def admit(self, now_s: float) -> None:
-        """Gives pages and a slot in the order of arrival, and tells decode what is coming. The head waits: no overtaking."""
-        while self.waiting:
-            prompt = next(iter(self.waiting.values()))
+        """Gives pages and a slot in the order of arrival. The head waits for them, and nobody overtakes it; only a prompt
+        whose decode worker is behind with its grants is passed over until that has caught up."""
+        behind: set[str] = set()
+        for prompt in list(self.waiting.values()):
+            decode = prompt.message.decode_inbox
+            if decode in behind:
+                continue
+            if self._crowds_out(prompt):
+                behind.add(decode)
+                continue
             kv = self.pool.take(self._pages(prompt.length))
             if kv is None:
                 return
-            prompt.kv, prompt.begin_s = kv, now_s
-            self._metrics.observe("queue_seconds", now_s - prompt.queued_s)
-            self.computing[prompt.key] = self.waiting.pop(prompt.key)
-            self._sender.open(prompt.key)
-            decode = prompt.message.decode_inbox
-            if not self._send(decode, self._offer(prompt, now_s)):
-                self._fail(prompt, "transfer", f"nothing can be sent to the decode worker at {decode!r}", retryable=True)
-            elif not prompt.length:
-                self._hand_over(prompt, now_s)
+            prompt.kv = kv
+            self._begin(prompt, now_s)
 
     def next_chunks(self) -> list[Chunk]:
-        """The next step: at most `step_tokens`, of each prompt at most `chunk_tokens`.
-
-        In order of arrival each prompt may take half of what is left (at least SMALLEST_SHARE), then what nobody
-        wanted is given out in the same order. So the oldest advances by half a step whoever comes, and a short prompt
-        behind long ones is in the next step already.
-        """
-        left = self.limits.step_tokens
-        counts: dict[Key, int] = {}
-        for prompt in self.computing.values():
-            share = min(left, max(-(-left // 2), SMALLEST_SHARE))
-            counts[prompt.key] = min(share, prompt.remaining, self.limits.chunk_tokens)
-            left -= counts[prompt.key]
-            if not left:
-                break
-        for prompt in self.computing.values():
-            if not left:
-                break
-            more = min(left, min(prompt.remaining, self.limits.chunk_tokens) - counts[prompt.key])
-            counts[prompt.key] += more
-            left -= more
-        return [Chunk(self.computing[key], count) for key, count in counts.items()]
+        """The next step (prefill/shares.py)."""
+        return share_out(list(self.computing.values()), self.limits.step_tokens, self.limits.chunk_tokens)
 
     def computed(self, chunks: list[Chunk], now_s: float) -> None:
         """Sends on what a step has made: full pages at once, and the rest behind a prompt's last chunk."""
@@ -195,6 +197,18 @@ class Scheduler:
 
     # --- how prompts move and end
 
+    def _begin(self, prompt: Prompt, now_s: float) -> None:
+        """Starts to compute, and tells decode what is coming."""
+        prompt.begin_s = now_s
+        self._metrics.observe("queue_seconds", now_s - prompt.queued_s)
+        self.computing[prompt.key] = self.waiting.pop(prompt.key)
+        self._sender.open(prompt.key)
+        if not self._offer(prompt, now_s):
+            reason = f"nothing can be sent to the decode worker at {prompt.message.decode_inbox!r}"
+            self._fail(prompt, "transfer", reason, retryable=True)
+        elif not prompt.length:
+            self._hand_over(prompt, now_s)
+
     def _hand_over(self, prompt: Prompt, now_s: float) -> None:
         prompt.end_s = now_s
         self._metrics.observe("prefill_seconds", now_s - prompt.begin_s)
@@ -210,10 +224,35 @@ class Scheduler:
 
     def _fail(self, prompt: Prompt, cause: str, reason: str, retryable: bool) -> None:
         """Ends a prompt with a message to the router, and to decode if that has been told of it."""
-        if prompt.kv is not None:
-            self._send(prompt.message.decode_inbox, Abort(*prompt.key))
+        self._say_last(prompt, Abort(*prompt.key))
         self._release(prompt)
-        self._send(prompt.message.router_inbox, Failed(*prompt.key, ALL_SAMPLES, cause, reason, retryable))
+        self._send(prompt.message.router_inbox, Failed(*prompt.key, ALL_SAMPLES, cause, reason, retryable, "prefill"))
+
+    def _offer(self, prompt: Prompt, now_s: float) -> bool:
+        message, left_s = prompt.message, prompt.deadline_s - now_s
+        prompt.offer_again_s = now_s + OFFER_PERIOD_S
+        offer = Offer(
+            *prompt.key,
+            message.tokens,
+            message.prompt_tokens,
+            tuple(prompt.samples),
+            message.sampling,
+            self._inbox,
+            message.router_inbox,
+            self._fingerprint,
+            left_s,
+        )
+        return self._send(message.decode_inbox, offer)
+
+    def _say_last(self, prompt: Prompt, word: Ready | Abort) -> bool:
+        """Tells decode how a prompt ended, if it has been offered, and keeps that for the case that it asks again."""
+        if prompt.kv is None:
+            return True
+        decode = prompt.message.decode_inbox
+        self._last_words[prompt.key] = (decode, word)
+        if len(self._last_words) > LAST_WORDS:
+            self._last_words.popitem(last=False)
+        return self._send(decode, word)
 
     def _release(self, prompt: Prompt) -> None:
         for stage in (self.waiting, self.computing, self.sending):
@@ -246,19 +285,18 @@ class Scheduler:
             return f"the prompt has {len(tokens)} tokens, this prefill worker has memory for {fits}: shorten it"
         return ""
 
-    def _offer(self, prompt: Prompt, now_s: float) -> Offer:
-        message = prompt.message
-        return Offer(
-            *prompt.key,
-            message.tokens,
-            message.prompt_tokens,
-            tuple(prompt.samples),
-            message.sampling,
-            self._inbox,
-            message.router_inbox,
-            self._fingerprint,
-            prompt.deadline_s - now_s,
-        )
+    def _ungranted(self) -> list[Prompt]:
+        """What holds pages and has no Grant."""
+        return [prompt for stage in (self.sending, self.computing) for prompt in stage.values() if not prompt.granted]
+
+    def _crowds_out(self, prompt: Prompt) -> bool:
+        """Whether what waits for grants of one decode worker would hold more than a half of the pages or slots.
+
+        KV that a worker has no room for must not keep others idle. One prompt may always wait, whatever its size.
+        """
+        mine = [each for each in self._ungranted() if each.message.decode_inbox == prompt.message.decode_inbox]
+        pages = sum(self._pages(each.length) for each in [*mine, prompt])
+        return bool(mine) and (2 * pages > self.pool.total_pages or 2 * (len(mine) + 1) > self.pool.total_slots)
 
     def _find(self, key: Key) -> Prompt | None:
         return self.computing.get(key) or self.sending.get(key) or self.waiting.get(key)

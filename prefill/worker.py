@@ -6,7 +6,6 @@ While there is something to compute it never waits; otherwise it sleeps on its i
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from typing import Any
 
@@ -23,13 +22,9 @@ from prefill.config import PrefillConfig
 from prefill.engine import Engine
 from prefill.prompt import Chunk
 from prefill.scheduler import Limits, Scheduler
-from wire.heartbeat import Heartbeat
-from wire.messages import Abort, Grant, Prefill, Refused, Status
-from wire.metrics import Metrics
-from wire.sockets import Inbox, Outbox
+from wire.messages import Abort, Grant, Prefill, Refused
+from wire.worker import Presence
 
-PUBLISH_PERIOD_S = 0.25
-LIVE_WAIT_MS = 100  # with requests in hand deadlines are looked at ten times a second
 _log = logging.getLogger("prefill")
 
 
@@ -37,37 +32,30 @@ class Worker:
     """Everything a prefill process owns. `turn` is the loop's body."""
 
     def __init__(self, config: PrefillConfig, runner: Runner, context: zmq.Context[Any]) -> None:
-        self.name = f"prefill-{secrets.token_hex(4)}"
-        self.metrics = Metrics()
-        self.inbox = Inbox(context, config.host, config.port, config.advertise)
-        self._outbox = Outbox(context)
+        self._presence = Presence("prefill", config, context)
+        self.name, self.inbox, self.metrics = self._presence.name, self._presence.inbox, self._presence.metrics
         self._transport = open_transport(config.transport, context, runner.arena, config.host, config.advertise)
         self._sender = Sender(runner.arena, self._transport)
-        self._identity = runner.identity()
-        self._model = runner.config
-        self._tokens_per_s = 0.0
+        identity, model = runner.identity(), runner.config
+        pool = PagePool(config.num_pages, config.num_slots)
         limits = Limits(
-            runner.config.vocab_size,
-            runner.config.max_position_embeddings,
+            model.vocab_size,
+            model.max_position_embeddings,
             config.page_tokens,
             config.step_tokens,
             config.chunk_tokens,
         )
         self.scheduler = Scheduler(
-            PagePool(config.num_pages, config.num_slots),
+            pool,
             self._sender,
             limits,
-            identity_fingerprint(self._identity),
+            identity_fingerprint(identity),
             self.inbox.address,
-            self._outbox.send,
+            self._presence.outbox.send,
             self.metrics,
         )
         self._engine = Engine(runner)
-        self._poller = zmq.Poller()
-        self._poller.register(self.inbox.socket, zmq.POLLIN)
-        self._poller.register(self._transport.fileno(), zmq.POLLIN)
-        self._next_publish_s = 0.0
-        self._heartbeat = Heartbeat(context, config.router, self._status())
+        self._presence.join(identity, model, pool.total_slots, self._counts, self._transport)
 
     def run(self) -> None:
         """Until a signal or a Refused ends the process (SystemExit)."""
@@ -85,14 +73,12 @@ class Worker:
         if chunks:
             self._step(chunks, now_s)
         else:
-            self._wait(max_wait_ms)
+            self._presence.wait(self.scheduler.idle, max_wait_ms)
 
     def close(self) -> None:
         """Says "gone" and lets go of sockets and threads."""
-        self._heartbeat.close()
+        self._presence.leave()
         self._transport.close()
-        self._outbox.close()
-        self.inbox.close()
 
     def _receive(self, now_s: float) -> None:
         for message in self.inbox.drain():
@@ -117,40 +103,12 @@ class Worker:
             return
         now_s = time.monotonic()
         self.scheduler.computed(chunks, now_s)
-        self.metrics.add("steps")
-        self.metrics.observe("step_seconds", now_s - start_s)
-        rate = sum(chunk.count for chunk in chunks) / (now_s - start_s)
-        self._tokens_per_s += 0.1 * (rate - self._tokens_per_s) if self._tokens_per_s else rate
-        if now_s >= self._next_publish_s:
-            self._publish(now_s)
+        self._presence.stepped(sum(chunk.count for chunk in chunks), start_s, now_s)
 
-    def _wait(self, max_wait_ms: int | None) -> None:
-        self._publish(time.monotonic())
-        longest_ms = None if self.scheduler.idle else LIVE_WAIT_MS
-        self._poller.poll(longest_ms if max_wait_ms is None else max_wait_ms)
-
-    def _publish(self, now_s: float) -> None:
-        self._next_publish_s = now_s + PUBLISH_PERIOD_S
-        self._heartbeat.publish(self._status())
-
-    def _status(self) -> Status:
-        scheduler, pool, model = self.scheduler, self.scheduler.pool, self._model
-        load = {
-            **pool.counts(),
-            "queued": len(scheduler.waiting),
-            "running": len(scheduler.computing) + len(scheduler.sending),
-            "max_context": min(model.max_position_embeddings, pool.total_pages * scheduler.limits.page_tokens),
-            "vocab_size": model.vocab_size,
-            "eos_token_id": model.eos_token_id,
-            "bos_token_id": model.bos_token_id,
-            "max_batch": pool.total_slots,
-            "tokens_per_s": self._tokens_per_s,
-        }
-        for name in (*pool.counts(), "queued", "running"):
-            self.metrics.set(name, load[name])
-        self.metrics.total("bad_frames", self.inbox.bad_frames + self._transport.bad_frames)
-        self.metrics.total("dropped_messages", self._outbox.dropped)
-        return Status("prefill", self.name, "serving", self.inbox.address, self._identity, load, self.metrics.snapshot())
+    def _counts(self) -> dict[str, int]:
+        scheduler = self.scheduler
+        queued, running = len(scheduler.waiting), len(scheduler.computing) + len(scheduler.sending)
+        return {**scheduler.pool.counts(), "queued": queued, "running": running}
 
 
 def serve(config: PrefillConfig) -> int:

@@ -39,9 +39,9 @@ EXAMPLES: list[Any] = [
     Grant(1, 2, 3, pack_ids([9, 8]), "tcp://c:3"),
     Ready(1, 2, 300, 4, 10**9, 2**64 - 1),
     PromptLogprobs(1, 2, 1, b"1234", b"5678", b"9012"),
-    Tokens([[1, 0, 0, [17], "", None, None], [2, 0, 1, [4, 5], "stop", [-0.5, -1.0], [[[4, -0.5]], []]]]),
+    Tokens("decode-1", [[1, 0, 0, 0, [17], "", None, None], [2, 0, 1, 9, [4, 5], "stop", [-0.5, -1.0], [[[4, -0.5]], []]]]),
     Abort(1, 2),
-    Failed(1, 2, ALL_SAMPLES, "transfer", "digest", True),
+    Failed(1, 2, ALL_SAMPLES, "transfer", "digest", True, "decode"),
 ]
 
 

@@ -241,7 +241,7 @@ def test_a_replay_after_arrival_cannot_touch_the_memory(pair: Pair) -> None:
     pair.target.pages[11].fill_(1)
     push = raw_push(pair.context, pair.into.address())
     push.send(pack_header(KEY, [("page", 11, 0, LAYOUT.page_bytes)]) + bytes(LAYOUT.page_bytes))
-    assert wait(lambda: pair.into.bad_frames == 1)
+    assert wait(lambda: pair.into.late_frames == 1)
     assert int(pair.target.pages[11].min()) == 1
 
 
@@ -393,7 +393,7 @@ def test_an_abort_in_the_middle_and_the_next_owner_of_the_pages(pair: Pair) -> N
     pair.receiver.ready(pair.ready((8, 0)))
     assert isinstance(pair.end((8, 0)), Arrived)
     proxy.open.set()  # and here they come
-    assert wait(lambda: pair.into.bad_frames > 0)
+    assert wait(lambda: pair.into.late_frames > 0)
     assert_same_kv(pair, [5, 3, 9], 4, [11, 10, 2], 6, 20)
     assert not pair.receiver.ready(Ready(*KEY, 24, 3, 1, 1))
     proxy.close()

@@ -47,6 +47,17 @@ def test_first_word_is_immediate_and_the_last_one_is_gone(context: zmq.Context[A
     inbox.close()
 
 
+def test_a_loop_that_publishes_nothing_falls_silent_until_it_does_again(context: zmq.Context[Any]) -> None:
+    inbox = Inbox(context)
+    heartbeat = Heartbeat(context, inbox.address, status(1), period_s=0.02, stale_s=0.3)
+    assert collect(inbox, 0.4)
+    assert not collect(inbox, 0.3)
+    heartbeat.publish(status(2))
+    assert [beat.load for beat in collect(inbox, 0.2)][:1] == [{"queued": 2}]
+    heartbeat.close()
+    inbox.close()
+
+
 def test_it_beats_while_the_loop_computes_and_repeats_the_last_word(context: zmq.Context[Any]) -> None:
     inbox = Inbox(context)
     heartbeat = Heartbeat(context, inbox.address, status(7), period_s=0.05)

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from kvtransfer.pages import PagePool
 from kvtransfer.sender import SendLost, Sent
+from prefill.prompt import Chunk, Prompt
 from prefill.scheduler import Limits, Scheduler
-from wire.messages import ALL_SAMPLES, Abort, Failed, Offer, Prefill, Ready, SamplingParams, pack_ids
+from prefill.shares import share_out
+from wire.messages import ALL_SAMPLES, Abort, Failed, Grant, Offer, Prefill, Ready, SamplingParams, pack_ids
 from wire.metrics import Metrics
 
 PAGE_TOKENS = 4
@@ -38,12 +40,13 @@ class FakeSender:
     def close(self, key: Key) -> None:
         self.open_keys.discard(key)
 
-    def granted(self, grant: object) -> bool:
-        return False
+    def granted(self, grant: Grant) -> bool:
+        return (grant.rid, grant.attempt) in self.open_keys
 
 
 class Bench:
-    """A scheduler with fakes around it; `sent` holds its messages by address."""
+    """A scheduler with fakes around it; `sent` holds its messages by address. Every Offer is granted at once, but for
+    those to an address in `saturated`; nothing can be sent to one in `unreachable`."""
 
     def __init__(self, num_pages: int = 101, num_slots: int = 11, step_tokens: int = 64, chunk_tokens: int = 64) -> None:
         self.sender = FakeSender()
@@ -51,13 +54,19 @@ class Bench:
         self.sent: list[tuple[str, Any]] = []
         self.metrics = Metrics()
         self.unreachable: set[str] = set()
+        self.saturated: set[str] = set()
         limits = Limits(100, 1000, PAGE_TOKENS, step_tokens, chunk_tokens)
         sender: Any = self.sender
         self.scheduler = Scheduler(self.pool, sender, limits, "print", "inbox", self._send, self.metrics)
 
     def _send(self, address: str, message: Any) -> bool:
         self.sent.append((address, message))
+        if isinstance(message, Offer) and address not in self.unreachable | self.saturated:
+            self.grant(message.rid, message.attempt)
         return address not in self.unreachable
+
+    def grant(self, rid: int, attempt: int = 0) -> None:
+        self.scheduler.grant(Grant(rid, attempt, 1, b"", "there"))
 
     def submit(self, rid: int, length: int, now_s: float = 0.0, **changes: Any) -> None:
         """A prompt with `length` tokens of KV."""
@@ -124,6 +133,55 @@ def test_a_long_prompt_is_not_starved_by_a_stream_of_short_ones() -> None:
     assert (1000, 0) not in bench.scheduler.computing
 
 
+@given(
+    st.lists(st.integers(1, 4000), min_size=1, max_size=60),
+    st.lists(st.integers(0, 3), max_size=60),
+    st.integers(2, 600),
+    st.integers(1, 600),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_prompt_is_in_one_of_as_many_steps_as_there_are_prompts(
+    ahead: list[int], arrivals: list[int], step_tokens: int, chunk_tokens: int
+) -> None:
+    """However long the prompts ahead, and whatever comes after; and the oldest has half of every step."""
+    chunk_tokens = min(chunk_tokens, step_tokens)
+    prompts = [prompt_of(length) for length in ahead]
+    waited, among_of = dict.fromkeys(prompts, 0), dict.fromkeys(prompts, 0)
+    for step in range(len(ahead) + 80):
+        new = [prompt_of(4000) for _ in range(arrivals[step] if step < len(arrivals) else 0)]
+        prompts, waited = prompts + new, {**waited, **dict.fromkeys(new, 0)}
+        chunks = share_out(prompts, step_tokens, chunk_tokens)
+        counts = {chunk.prompt: chunk.count for chunk in chunks}
+        assert sum(counts.values()) <= step_tokens and len(counts) == len(chunks)
+        assert all(0 < count <= min(chunk_tokens, prompt.remaining) for prompt, count in counts.items())
+        if prompts:
+            assert counts[prompts[0]] >= min(prompts[0].remaining, chunk_tokens, (step_tokens + 1) // 2)
+        for prompt in prompts:
+            among = len(prompts) if not waited[prompt] else among_of[prompt]  # when it came, or after it was last in a step
+            among_of[prompt], waited[prompt] = among, 0 if prompt in counts else waited[prompt] + 1
+            assert waited[prompt] < among, f"passed over {waited[prompt]} times among {among}"
+            prompt.computed += counts.get(prompt, 0)
+        prompts = [prompt for prompt in prompts if prompt.remaining]
+
+
+def prompt_of(length: int) -> Prompt:
+    message: Any = None
+    return Prompt((0, 0), message, [5] * (length + 1), [0], 0.0, 100.0, None)
+
+
+def test_a_short_prompt_behind_a_dozen_long_ones_is_soon_done() -> None:
+    bench = Bench(num_pages=2001, num_slots=40, step_tokens=512, chunk_tokens=256)
+    for rid in range(12):
+        bench.submit(rid, 600)
+    for _ in range(2):
+        bench.step()
+    bench.submit(99, 10)
+    steps = 1
+    while 99 not in bench.step():
+        steps += 1
+    assert steps <= 3
+
+
 def test_admission_is_in_order_and_the_head_is_not_overtaken() -> None:
     bench = Bench(num_pages=11, num_slots=11)
     bench.submit(0, 24)
@@ -163,6 +221,82 @@ def test_ready_goes_to_decode_and_frees_the_pages() -> None:
     bench.finish_sending()
     assert bench.sent[-1][0] == "decode" and isinstance(bench.sent[-1][1], Ready)
     assert bench.nothing_held()
+
+
+def test_a_decode_that_never_grants_leaves_room_for_the_others() -> None:
+    bench = Bench(num_pages=41, num_slots=21)
+    bench.saturated = {"full"}
+    for rid in range(30):
+        bench.submit(rid, 15, decode_inbox="full")
+    bench.submit(100, 15, decode_inbox="idle")
+    bench.step()
+    assert 100 in [offer.rid for offer in bench.messages(Offer)]
+    held = [prompt.key[0] for prompt in [*bench.scheduler.computing.values(), *bench.scheduler.sending.values()]]
+    assert held.count(100) == 1 and len(held) == 1 + 5  # 5 of 4 pages each are half of the pool
+    for rid in range(5):
+        bench.grant(rid)
+    bench.step()
+    assert [offer.rid for offer in bench.messages(Offer)] == [*range(5), 100, *range(5, 9)]  # then the pool is used up
+
+
+def test_short_prompts_for_a_decode_that_never_grants_leave_slots() -> None:
+    bench = Bench(num_pages=101, num_slots=9)
+    bench.saturated = {"full"}
+    for rid in range(8):
+        bench.submit(rid, 3, decode_inbox="full")
+    bench.submit(100, 3, decode_inbox="idle")
+    bench.step()
+    assert [offer.rid for offer in bench.messages(Offer)] == [0, 1, 2, 3, 100]
+
+
+def test_one_prompt_larger_than_half_the_pool_may_wait_for_its_grant() -> None:
+    bench = Bench(num_pages=11)
+    bench.saturated = {"full"}
+    bench.submit(0, 36, decode_inbox="full")
+    bench.step()
+    assert [offer.rid for offer in bench.messages(Offer)] == [0]
+
+
+def test_an_offer_is_repeated_until_there_is_a_grant() -> None:
+    bench = Bench()
+    bench.saturated = {"decode"}
+    bench.submit(0, 9, samples=(0, 1))
+    bench.step()
+    bench.scheduler.abort(Abort(0, 0, 1))
+    for tenth in range(1, 45):
+        bench.scheduler.expire(tenth / 10)
+    offers = bench.messages(Offer)
+    assert [(offer.samples, offer.timeout_s) for offer in offers] == [((0, 1), 100.0), ((0,), 98.0), ((0,), 96.0)]
+    bench.grant(0)
+    bench.scheduler.expire(60.0)
+    assert len(bench.messages(Offer)) == 3
+
+
+def test_a_grant_for_what_is_over_is_answered_with_the_last_word() -> None:
+    bench = Bench()
+    for rid in range(3):
+        bench.submit(rid, 9)
+    bench.step()
+    bench.scheduler.abort(Abort(1, 0))
+    bench.scheduler.fail_step([Chunk(bench.scheduler.sending[2, 0], 1)], "boom")
+    bench.finish_sending()
+    ready = bench.messages(Ready)[0]
+    for rid, word in ((0, ready), (1, Abort(1, 0)), (2, Abort(2, 0))):
+        bench.grant(rid)
+        assert bench.sent[-1] == ("decode", word)
+    before = len(bench.sent)
+    bench.grant(7)
+    assert len(bench.sent) == before and bench.metrics.count("stale_grants") == 1
+
+
+def test_a_ready_that_cannot_be_sent_fails_the_transfer() -> None:
+    bench = Bench()
+    bench.submit(0, 9)
+    bench.step()
+    bench.unreachable = {"decode"}
+    bench.finish_sending()
+    assert [(f.cause, f.retryable, f.role) for f in bench.messages(Failed)] == [("transfer", True, "prefill")]
+    assert bench.metrics.count("transfers_ok") == 0 and bench.nothing_held()
 
 
 def test_abort_between_chunks_frees_at_once_and_a_late_prefill_is_dropped() -> None:
@@ -234,17 +368,17 @@ def test_a_decode_worker_without_an_address_is_a_failure_at_once() -> None:
 
 def test_a_failed_step_ends_only_its_own_prompts() -> None:
     bench = Bench(step_tokens=16, chunk_tokens=16)
-    for rid in range(3):
+    for rid in range(4):
         bench.submit(rid, 30)
     bench.scheduler.admit(0.0)
     chunks = bench.scheduler.next_chunks()
-    assert [chunk.prompt.key[0] for chunk in chunks] == [0]
+    assert [chunk.prompt.key[0] for chunk in chunks] == [0, 1]
     bench.scheduler.fail_step(chunks, "boom")
-    assert [(f.rid, f.cause, f.retryable) for f in bench.messages(Failed)] == [(0, "internal", True)]
+    assert [(f.rid, f.cause, f.retryable) for f in bench.messages(Failed)] == [(0, "internal", True), (1, "internal", True)]
     while bench.step():
         pass
     bench.finish_sending()
-    assert {ready.rid for ready in bench.messages(Ready)} == {1, 2} and bench.nothing_held()
+    assert {ready.rid for ready in bench.messages(Ready)} == {2, 3} and bench.nothing_held()
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 60)), min_size=1, max_size=60), st.integers(1, 40))
@@ -277,5 +411,6 @@ def test_any_order_of_events_ends_every_prompt_once_and_frees_everything(events:
         bench.step()
         bench.finish_sending()
     assert bench.nothing_held()
+    assert {m.role for m in bench.messages(Failed)} <= {"prefill"}
     ends = [m.rid for m in bench.messages(Failed)] + [m.rid for m in bench.messages(Ready)]
     assert len(ends) == len(set(ends))

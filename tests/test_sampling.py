@@ -100,7 +100,8 @@ def kept_by_numpy(logits: Floats, temperature: float, top_k: int, top_p: float, 
     """The same distribution by sorting and looping, one row."""
     weight = np.exp((logits - logits.max()) / temperature)
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    keep = order[:top_k] if top_k else order
+    likely = [i for i in order if weight[i] >= min_p]
+    keep = likely[:top_k] if top_k else likely
     total, reached = sum(weight[i] for i in keep), 0.0
     nucleus: list[int] = []
     for i in keep:
@@ -110,8 +111,7 @@ def kept_by_numpy(logits: Floats, temperature: float, top_k: int, top_p: float, 
         reached += weight[i]
     out: Floats = np.zeros_like(weight)
     for i in nucleus:
-        if weight[i] >= min_p:
-            out[i] = weight[i]
+        out[i] = weight[i]
     return out
 
 
@@ -212,14 +212,14 @@ def test_greedy_takes_the_lowest_id_on_ties() -> None:
 
 def penalized_by_numpy(logits: Floats, params: SamplingParams, prompt: list[int], generated: list[int]) -> Floats:
     out = logits.copy()
+    if len(generated) < params.min_tokens:
+        out[[*params.stop_token_ids, *([] if params.ignore_eos else [EOS])]] = -np.inf
+    for token, value in params.logit_bias:
+        out[token] += value
     for token in {*prompt, *generated}:
         out[token] = out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
     for token in set(generated):
         out[token] -= params.presence_penalty + params.frequency_penalty * generated.count(token)
-    for token, value in params.logit_bias:
-        out[token] += value
-    if len(generated) < params.min_tokens:
-        out[[*params.stop_token_ids, *([] if params.ignore_eos else [EOS])]] = -np.inf
     return out
 
 
@@ -267,6 +267,20 @@ def test_greedy_with_penalties_agrees_with_numpy(
     assert found[0].token in best
     assert found[2].token == found[0].token
     assert found[1].token == int(logits[1].argmax())
+
+
+def test_bias_comes_before_penalties() -> None:
+    """As in vLLM V1: a bias that makes a logit positive is then divided by the repetition penalty."""
+    params = replace(GREEDY, repetition_penalty=2.0, logit_bias=((2, 10.0),))
+    logits = torch.tensor([[0.0, 0.0, -1.0, 5.0]])  # token 2: (-1 + 10) / 2 = 4.5; penalised first it would be -2 + 10 = 8
+    assert choose([sequence(params, [2])], logits)[0].token == 3
+
+
+def test_min_p_comes_before_top_p() -> None:
+    """As in vLLM V1: top-p is a share of what min-p has left. 0.5, 0.3 and 0.2: of 0.8, the first is 0.625."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    kept = weights(logits, Draw.build([1.0], [0], [0.6], [0.5]))
+    assert (kept[0] > 0).tolist() == [True, False, False]
 
 
 def test_history_grows_with_the_sequence() -> None:

@@ -16,7 +16,7 @@ import zmq
 
 from wire.codec import encode
 from wire.messages import Abort
-from wire.sockets import HARD_LIMIT_BYTES, MAX_MESSAGE_BYTES, SEND_QUEUE, Inbox, Outbox
+from wire.sockets import HARD_LIMIT_BYTES, MAX_MESSAGE_BYTES, MAX_PEERS, SEND_QUEUE, Inbox, Outbox, open_context
 
 
 @pytest.fixture
@@ -156,6 +156,28 @@ def test_forget_drops_what_was_queued_for_a_dead_peer(context: zmq.Context[Any])
     again = Inbox(context, port=port)
     outbox.send(again.address, Abort(2, 0))
     assert take(again, 1) == [Abort(2, 0)]
+
+
+def test_an_outbox_lets_go_of_the_peer_it_used_least_lately(context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wire.sockets.MAX_PEERS", 2)
+    inboxes, outbox = [Inbox(context) for _ in range(3)], Outbox(context)
+    for number in (0, 1, 0, 2):
+        assert outbox.send(inboxes[number].address, Abort(number, 0))
+    assert list(outbox._sockets) == [inboxes[0].address, inboxes[2].address]
+    for number, count in ((0, 2), (1, 1), (2, 1)):  # and what was queued for it leaves all the same
+        assert take(inboxes[number], count) == [Abort(number, 0)] * count
+    outbox.close()
+    for inbox in inboxes:
+        inbox.close()
+
+
+def test_a_process_may_have_a_socket_per_worker_of_a_full_cluster() -> None:
+    context = open_context()
+    outbox = Outbox(context, linger_ms=0)
+    assert MAX_PEERS >= 1024
+    assert context.get(zmq.MAX_SOCKETS) >= MAX_PEERS
+    outbox.close()
+    context.destroy(linger=0)
 
 
 def test_the_last_word_leaves_though_the_outbox_closes(context: zmq.Context[Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from kernels import quant
 from model.config import ModelConfig
 from model.runner import Runner
-from model.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
+from model.weights import INDEX_FILE, SAMPLE_BYTES, SINGLE_FILE, Checkpoint
 from tests import golden
 
 Header = dict[str, dict[str, Any]]
@@ -239,6 +239,20 @@ def test_identity_tells_checkpoints_apart(tmp_path: Path) -> None:
     narrow = Runner(str(directory), kv_dtype="bf16", num_pages=2, num_slots=2).identity()
     assert narrow["kv_dtype"] == "bf16" and narrow["layout"] != theirs["layout"]
     assert set(ours) >= {"model.hidden_size", "model.checkpoint", "dtype", "kv_dtype", "page_bytes", "layout"}
+
+
+@pytest.mark.parametrize("where", [0.0, 0.5, 1.0])
+def test_the_digest_looks_at_the_start_middle_and_end_of_every_tensor(where: float, tmp_path: Path) -> None:
+    directory = copy("tiny-bf16", tmp_path)
+    header, body = read(directory / SINGLE_FILE)
+    first, last = max(
+        (item["data_offsets"] for name, item in header.items() if name != "__metadata__"), key=lambda ends: ends[1] - ends[0]
+    )
+    assert last - first > 4 * SAMPLE_BYTES, "the tensor is hashed whole: the test shows nothing"
+    at = first + int(where * (last - first - 1))
+    before = Checkpoint.open(directory, golden.runner("tiny-bf16").config).digest()
+    write(directory / SINGLE_FILE, header, body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])
+    assert Checkpoint.open(directory, golden.runner("tiny-bf16").config).digest() != before
 
 
 def test_reading_leaves_the_file_alone(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class ScriptedRouter:
         self.status: dict[str, Status] = {}
         self.ids: dict[tuple[int, int, int], list[int]] = {}
         self.rows: dict[tuple[int, int, int], list[Any]] = {}
+        self.firsts: dict[tuple[int, int, int], int] = {}  # tokens that the sample had before this attempt's
         self.finished: dict[tuple[int, int, int], str] = {}
         self.failed: list[Failed] = []
         self.scores: dict[tuple[int, int], PromptLogprobs] = {}
@@ -90,10 +91,12 @@ class ScriptedRouter:
 
     def _take(self, message: Tokens) -> None:
         for row in message.rows:
-            rid, attempt, sample, ids, reason, _, _ = row
+            rid, attempt, sample, first, ids, reason, _, _ = row
             key = (rid, attempt, sample)
             assert key not in self.finished, "a token after the end"
-            self.ids.setdefault(key, []).extend(ids)
+            self.firsts.setdefault(key, first)
+            assert first == self.firsts[key] + len(self.ids.setdefault(key, [])), "a token is missing or came twice"
+            self.ids[key].extend(ids)
             self.rows.setdefault(key, []).append(row)
             if reason:
                 self.finished[key] = reason
@@ -275,6 +278,7 @@ def test_retry_continues_the_same_text() -> None:
             router.ask(prefill.address, decode.address, tokens, params, rid=rid, attempt=cut, samples=(2,), prompt_tokens=10)
             router.until(lambda cut=cut: (rid, cut, 2) in router.finished, "the rest")  # type: ignore[misc]
             assert whole[:cut] + router.ids[rid, cut, 2] == whole
+            assert router.firsts[rid, cut, 2] == cut
 
 
 def test_retraction_gives_back_what_does_not_fit_and_the_text_is_the_same() -> None:
@@ -413,6 +417,110 @@ def test_abort_in_every_state_gives_everything_back() -> None:
             router.until(lambda: router.all_free(prefill.address, decode.address), "everything back", 5.0)
 
 
+def test_prefill_lets_go_at_once_of_what_decode_was_told_to_forget() -> None:
+    with Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
+        for rid in range(1, 4):  # the router's word to decode comes before the offer, that to prefill never
+            router.outbox.send(decode.address, Abort(rid, 0))
+            router.ask(prefill.address, decode.address, prompt(30), GREEDY, rid=rid)
+        router.until(lambda: router.counter(decode.address, "stale_offers") == 3, "the offers")
+        router.until(lambda: router.all_free(prefill.address, decode.address), "everything back", 2.0)
+        assert not router.failed
+
+
+def test_prompts_for_a_decode_that_never_grants_do_not_starve_the_others() -> None:
+    with Cluster() as cluster:
+        router, prefill = cluster.router, cluster.prefill(FakeRunner(num_pages=41, num_slots=9))
+        decode, full = cluster.decode(), Inbox(cluster.context)
+        stuck = [router.ask(prefill.address, full.address, prompt(30, n), GREEDY) for n in range(20)]
+        good = [router.ask(prefill.address, decode.address, prompt(30, n), GREEDY) for n in range(20)]
+        router.until(lambda: len(router.finished) == 20, "the texts of the other", 5.0)
+        assert {key[0] for key in router.finished} == set(good) and not router.failed
+        for rid in stuck:
+            router.outbox.send(prefill.address, Abort(rid, 0))
+        router.until(lambda: router.all_free(prefill.address), "everything back")
+        full.close()
+
+
+class LossyLink:
+    """Stands between a prefill and a decode worker, both ways, and loses the first message of one kind."""
+
+    def __init__(self, decode: str, lost: type) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._to_decode, self._to_prefill, self._outbox = Inbox(self._context), Inbox(self._context), Outbox(self._context)
+        self.address = self._to_decode.address
+        self.lost = 0
+        self._decode, self._prefill, self._kind = decode, "", lost
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def __enter__(self) -> LossyLink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        for each in (self._to_decode, self._to_prefill, self._outbox):
+            each.close()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._to_decode.wait(0.002)
+            for message in self._to_decode.drain():
+                if isinstance(message, Offer):
+                    self._prefill = message.prefill_inbox
+                    message = replace(message, prefill_inbox=self._to_prefill.address)
+                self._pass(self._decode, message)
+            for message in self._to_prefill.drain():
+                self._pass(self._prefill, message)
+
+    def _pass(self, address: str, message: Any) -> None:
+        if isinstance(message, self._kind) and not self.lost:
+            self.lost += 1
+        else:
+            self._outbox.send(address, message)
+
+
+@pytest.mark.parametrize("lost", [Offer, Grant, Ready])
+def test_a_lost_message_costs_seconds_and_no_request(lost: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill.scheduler.OFFER_PERIOD_S", 0.3)
+    monkeypatch.setattr("decode.scheduler.GRANT_PERIOD_S", 0.3)
+    with Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
+        with LossyLink(decode.address, lost) as link:
+            rid = router.ask(prefill.address, link.address, prompt(30), GREEDY)
+            router.until(lambda: (rid, 0, 0) in router.finished, "the text", 5.0)
+        assert router.ids[rid, 0, 0] == expected_text(prompt(30), 12, stop=())
+        assert link.lost == 1 and not router.failed
+
+
+def test_a_lost_abort_costs_seconds_of_decodes_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill fails after the grant, and its word to decode is lost: decode asks, and hears it again."""
+    monkeypatch.setattr("decode.scheduler.GRANT_PERIOD_S", 0.3)
+    with Cluster() as cluster:
+        router, runner = cluster.router, FakeRunner()
+        runner.fail = 1
+        prefill, decode = cluster.prefill(runner), cluster.decode()
+        with LossyLink(decode.address, Abort) as link:
+            router.ask(prefill.address, link.address, prompt(30), GREEDY)
+            router.until(lambda: len(router.failed) == 1, "the failure")
+            router.until(lambda: router.counter(decode.address, "offers") == 1, "the offer")
+            router.until(lambda: router.all_free(prefill.address, decode.address), "everything back", 3.0)
+            assert link.lost == 1
+
+
+def test_a_worker_on_every_interface_is_reached_by_its_advertised_name() -> None:
+    everywhere: dict[str, Any] = {"host": "0.0.0.0", "advertise": "127.0.0.1"}
+    with Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(**everywhere), cluster.decode(**everywhere)
+        assert prefill.address.startswith("tcp://127.0.0.1:") and decode.address.startswith("tcp://127.0.0.1:")
+        rid = router.ask(prefill.address, decode.address, prompt(30), GREEDY)
+        router.until(lambda: (rid, 0, 0) in router.finished, "the text")
+        assert router.ids[rid, 0, 0] == expected_text(prompt(30), 12, stop=())
+
+
 def test_deadline_fails_the_request_wherever_it_is() -> None:
     with Cluster() as cluster:
         router, prefill = cluster.router, cluster.prefill()
@@ -439,7 +547,7 @@ def test_duplicates_and_late_messages_are_ignored() -> None:
             router.outbox.send(decode.address, stale)
             router.outbox.send(prefill.address, stale)
         router.until(lambda: router.counter(prefill.address, "duplicates") == 2, "the counter")
-        router.until(lambda: router.counter(decode.address, "stale_readies") == 1, "the counter")
+        router.until(lambda: router.counter(decode.address, "stale_readies") == 2, "ours and prefill's last word")
         assert router.ids[rid, 0, 0] == expected_text(prompt(9), 12, stop=())
         assert not router.failed
 

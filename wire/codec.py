@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -46,13 +47,13 @@ class _Plan:
         self.cls = cls
         self.names = [field.name for field in fields(cls)]
         self.checks = [_check(hints[name]) for name in self.names]
-        self.nested = [is_dataclass(hints[name]) for name in self.names]
+        self.nested = [i for i, name in enumerate(self.names, 1) if is_dataclass(hints[name])]
+        self.values = attrgetter("__class__.__name__", *self.names)  # one call for all of them: this is every message's path
 
     def rows(self, message: Any) -> list[Any]:
-        row: list[Any] = [self.cls.__name__]
-        for name, nested in zip(self.names, self.nested, strict=True):
-            value = getattr(message, name)
-            row.append(_plan(type(value)).rows(value) if nested else value)
+        row = list(self.values(message))
+        for i in self.nested:
+            row[i] = _plan(type(row[i])).rows(row[i])
         return row
 
     def build(self, row: Any) -> Any:

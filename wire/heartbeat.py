@@ -1,12 +1,14 @@
 """A worker's Status, sent twice a second by a thread that a long step cannot starve.
 
 The loop publishes what it is; the thread repeats the last word with a socket of its own. The router is told at once
-when the worker starts, and once more, with state "gone", when it leaves.
+when the worker starts, and once more, with state "gone", when it leaves. A loop that has published nothing for
+`STALE_S` is stuck: its heartbeat falls silent, so that silence means dead here too, until it publishes again.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +18,16 @@ from wire.codec import encode
 from wire.messages import Status
 
 PERIOD_S = 0.5
+STALE_S = 30.0  # far longer than a step takes; a loop without work publishes every second
 LAST_WORD_MS = 500  # how long "gone" may take to leave
 
 
 class Heartbeat:
     """Sends the newest published Status until it is closed. Raises zmq.ZMQError for an address that is none."""
 
-    def __init__(self, context: zmq.Context[Any], router: str, status: Status, period_s: float = PERIOD_S) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], router: str, status: Status, period_s: float = PERIOD_S, stale_s: float = STALE_S
+    ) -> None:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         # Nothing is queued for a router that is away: only the newest Status is worth sending, not the thousands before.
         # (CONFLATE would say the same, but closing such a socket loses its last message.)
@@ -36,7 +41,7 @@ class Heartbeat:
         except zmq.ZMQError:
             self._socket.close(linger=0)
             raise
-        self._period_s = period_s
+        self._period_s, self._stale_s = period_s, stale_s
         self._closing = threading.Event()
         self.publish(status)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -45,6 +50,7 @@ class Heartbeat:
     def publish(self, status: Status) -> None:
         """Takes a new snapshot; any thread. It is encoded here, so that one that cannot be fails where it was made."""
         self._frame, self._last_word = encode(status), encode(replace(status, state="gone"))
+        self._published_s = time.monotonic()
 
     def close(self) -> None:
         """Says "gone" and ends the thread."""
@@ -53,7 +59,8 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._send(self._frame)
+            if time.monotonic() - self._published_s <= self._stale_s:
+                self._send(self._frame)
             self._closing.wait(self._period_s)
         self._send(self._last_word)
         self._socket.close(linger=LAST_WORD_MS)

@@ -147,17 +147,23 @@ class PromptLogprobs:
 class Tokens:
     """Decode to router, one a step.
 
-    A row is ``[rid, attempt, sample, ids, finish_reason, logprobs, tops]``: ``ids`` a list; ``finish_reason`` "" while
-    running, else "stop" or "length"; ``logprobs`` None or one float per id; ``tops`` None or per id a list of
-    ``[id, logprob]``, most likely first. A stop or EOS token is the last of ``ids`` of its row.
+    A row is ``[rid, attempt, sample, first, ids, finish_reason, logprobs, tops]``: ``first`` how many tokens the sample
+    had before ``ids``, counted from the end of the client's prompt, those of earlier attempts included, so that a gap
+    shows a message that was lost; ``ids`` a list; ``finish_reason`` "" while running, else "stop" or "length";
+    ``logprobs`` None or one float per id; ``tops`` None or per id a list of ``[id, logprob]``, most likely first. A stop
+    or EOS token is the last of ``ids`` of its row.
     """
 
+    worker: str  # the sender's Status.name: whom to tell when nobody wants a row's attempt any more
     rows: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Router to either worker (or decode to prefill): forget this. ``sample`` ALL_SAMPLES ends the whole attempt."""
+    """Forget this: router to either worker, prefill to decode, decode to prefill. Repeating it changes nothing.
+
+    ``sample`` ALL_SAMPLES ends the whole attempt. Decode also answers an Offer of an attempt that is over there with it.
+    """
 
     rid: int
     attempt: int
@@ -179,6 +185,7 @@ class Failed:
     cause: str
     reason: str
     retryable: bool
+    role: str  # of the worker that says so: "prefill" or "decode"
 
 
 MESSAGES: Sequence[type] = (Status, Refused, Prefill, Offer, Grant, Ready, PromptLogprobs, Tokens, Abort, Failed)

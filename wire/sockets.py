@@ -17,7 +17,8 @@ from wire.codec import BadMessage, decode, encode
 MAX_MESSAGE_BYTES = 16 << 20  # a 1M-token prompt is 4 MB
 HARD_LIMIT_BYTES = 64 << 20  # libzmq closes the connection of a peer that announces more
 SEND_QUEUE = 100_000
-MAX_PEERS = 256  # connections an outbox holds: peers come and go under new addresses, and nobody says that one is gone
+MAX_PEERS = 2048  # connections an outbox holds: peers come and go under new addresses, and nobody says that one is gone
+MAX_SOCKETS = 2 * MAX_PEERS + 64  # of a process: an outbox, a transport's lanes, the rest; libzmq's own limit is 1023
 
 
 def bind_port(socket: zmq.Socket[bytes], host: str, port: int) -> int:
@@ -26,6 +27,13 @@ def bind_port(socket: zmq.Socket[bytes], host: str, port: int) -> int:
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
+
+
+def open_context() -> zmq.Context[Any]:
+    """A process's ZeroMQ context, with room for a socket per peer."""
+    context: zmq.Context[Any] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)  # counts only before the first socket
+    return context
 
 
 class Inbox:

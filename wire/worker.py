@@ -1,24 +1,37 @@
-"""The life of a worker process as the router sees it: what it is started with, how it starts, is refused, and leaves."""
+"""The life of a worker process as the router sees it: what it is started with, how it starts, is refused, and leaves.
+
+Both pools share this. What they do with a request is in prefill/ and decode/.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
+import math
+import secrets
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import zmq
 
-from wire.messages import Refused
+from wire.heartbeat import Heartbeat
+from wire.messages import Refused, Status
+from wire.metrics import Metrics
 from wire.options import option
-from wire.sockets import Inbox
+from wire.sockets import Inbox, Outbox, open_context
 
 REFUSED_EXIT = 3
 LAST_WORDS_MS = 500  # what is still queued when the process ends, "gone" among it, may take that long to leave
 SWITCH_INTERVAL_S = 0.0005  # the transport's thread gets the interpreter within half a millisecond
+PUBLISH_PERIOD_S = 0.25
+LIVE_WAIT_MS = 100  # with requests in hand deadlines are looked at ten times a second
+IDLE_WAIT_MS = 1000  # without: a loop that never wakes could not be told from one that is stuck (wire/heartbeat.py)
+RATE_MEMORY_S = 30.0
+RATE_LEAST_TOKENS = 100  # more than the probes of an idle worker come to in that time
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if not self.router.startswith("tcp://"):
             raise ValueError(f"--router is {self.router!r}; it must be the router's inbox, tcp://HOST:PORT")
+        if self.host in ("0.0.0.0", "::", "*") and not self.advertise:
+            raise ValueError(f"--host {self.host} also needs --advertise: the name the router and other workers reach it by")
         self.require(num_pages=2, num_slots=2, page_tokens=1, threads=1)
         if not 0 <= self.port < 65536:
             raise ValueError(f"--port is {self.port}; ports are 0 to 65535")
@@ -52,6 +67,127 @@ class WorkerConfig:
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {minimum}")
+
+
+class Rate:
+    """Tokens a second while a worker computes, as the average token of the recent past saw it.
+
+    Each step counts with its number of tokens, so a probe's two say little beside a batch's thousands. Everything is
+    forgotten with a time constant of `RATE_MEMORY_S`; what is left of less than `RATE_LEAST_TOKENS` tokens is no measure.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._squares = 0.0  # tokens x tokens
+        self._seconds = 0.0  # tokens x seconds
+        self._at_s = -math.inf
+
+    def add(self, tokens: int, seconds: float, now_s: float) -> None:
+        """A step of `tokens` has taken `seconds`."""
+        fade = self._fade(now_s)
+        self._tokens = self._tokens * fade + tokens
+        self._squares = self._squares * fade + tokens * tokens
+        self._seconds = self._seconds * fade + tokens * seconds
+        self._at_s = now_s
+
+    def per_s(self, now_s: float) -> float:
+        """0 when there is nothing to go by."""
+        enough = self._tokens * self._fade(now_s) >= RATE_LEAST_TOKENS and self._seconds > 0
+        return self._squares / self._seconds if enough else 0.0
+
+    def _fade(self, now_s: float) -> float:
+        return math.exp((self._at_s - now_s) / RATE_MEMORY_S)
+
+
+class Model(Protocol):
+    """What a worker says of its model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def eos_token_id(self) -> int: ...
+    @property
+    def bos_token_id(self) -> int: ...
+
+
+class Bulk(Protocol):
+    """What a worker watches and reports of its KV transport."""
+
+    @property
+    def bad_frames(self) -> int: ...
+    @property
+    def late_frames(self) -> int: ...
+    def fileno(self) -> int: ...
+
+
+class Presence:
+    """A worker as others know it: its name, inbox and outbox, and the Status it keeps publishing.
+
+    `join` makes it known. From then on the loop calls `stepped` after a step and `wait` when there is none to do; both
+    publish when it is time, and `wait` returns in a second at most.
+    """
+
+    def __init__(self, role: str, config: WorkerConfig, context: zmq.Context[Any]) -> None:
+        self.name = f"{role}-{secrets.token_hex(4)}"
+        self.metrics = Metrics()
+        self.inbox = Inbox(context, config.host, config.port, config.advertise)
+        self.outbox = Outbox(context)
+        self._role, self._config, self._context = role, config, context
+        self._rate = Rate()
+        self._poller = zmq.Poller()
+        self._next_publish_s = 0.0
+
+    def join(
+        self, identity: dict[str, Any], model: Model, max_batch: int, counts: Callable[[], dict[str, int]], bulk: Bulk
+    ) -> None:
+        """Starts the heartbeat. `counts` gives what changes: the pool's pages and slots, queued, running."""
+        self._identity, self._counts, self._bulk = identity, counts, bulk
+        self._facts = {
+            "max_context": min(model.max_position_embeddings, counts()["total_pages"] * self._config.page_tokens),
+            "vocab_size": model.vocab_size,
+            "eos_token_id": model.eos_token_id,
+            "bos_token_id": model.bos_token_id,
+            "max_batch": max_batch,
+        }
+        self._poller.register(self.inbox.socket, zmq.POLLIN)
+        self._poller.register(bulk.fileno(), zmq.POLLIN)
+        self._heartbeat = Heartbeat(self._context, self._config.router, self._status(time.monotonic()))
+
+    def stepped(self, tokens: int, start_s: float, now_s: float) -> None:
+        """A step that began at `start_s` has computed `tokens`."""
+        self.metrics.add("steps")
+        self.metrics.observe("step_seconds", now_s - start_s)
+        self._rate.add(tokens, now_s - start_s, now_s)
+        if now_s >= self._next_publish_s:
+            self._publish(now_s)
+
+    def wait(self, idle: bool, max_wait_ms: int | None = None) -> None:
+        """Sleeps until a message or KV is here. idle: no request is in hand."""
+        self._publish(time.monotonic())
+        longest_ms = IDLE_WAIT_MS if idle else LIVE_WAIT_MS
+        self._poller.poll(longest_ms if max_wait_ms is None else max_wait_ms)
+
+    def leave(self) -> None:
+        """Says "gone" and closes the sockets."""
+        self._heartbeat.close()
+        self.outbox.close()
+        self.inbox.close()
+
+    def _publish(self, now_s: float) -> None:
+        self._next_publish_s = now_s + PUBLISH_PERIOD_S
+        self._heartbeat.publish(self._status(now_s))
+
+    def _status(self, now_s: float) -> Status:
+        counts = self._counts()
+        for name, value in counts.items():
+            self.metrics.set(name, value)
+        self.metrics.total("bad_frames", self.inbox.bad_frames + self._bulk.bad_frames)
+        self.metrics.total("late_frames", self._bulk.late_frames)
+        self.metrics.total("dropped_messages", self.outbox.dropped)
+        load = {**self._facts, **counts, "tokens_per_s": self._rate.per_s(now_s)}
+        return Status(self._role, self.name, "serving", self.inbox.address, self._identity, load, self.metrics.snapshot())
 
 
 class Worker(Protocol):
@@ -71,7 +207,7 @@ def serve(role: str, config: WorkerConfig, build: Callable[[zmq.Context[Any]], W
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    context: zmq.Context[Any] = zmq.Context.instance()
+    context = open_context()
     try:
         worker = build(context)
     except (OSError, ValueError, RuntimeError, KeyError, zmq.ZMQError) as error:

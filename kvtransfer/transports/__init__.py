@@ -67,7 +67,12 @@ class Transport(Protocol):
 
     @property
     def bad_frames(self) -> int:
-        """Frames that were dropped: not of this protocol, not expected (any more), or not inside their window."""
+        """Frames that were dropped: not of this protocol, never expected, or not inside their window."""
+        ...
+
+    @property
+    def late_frames(self) -> int:
+        """Frames that were dropped because their window had been closed: an abort's ordinary wake."""
         ...
 
     def address(self) -> str:

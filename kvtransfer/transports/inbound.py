@@ -10,11 +10,13 @@ from typing import Any
 import zmq
 
 from kvtransfer.digest import combine, span_digest
+from kvtransfer.tombstones import Tombstones
 from kvtransfer.transports import Event, Key, Landed, Place
 from kvtransfer.transports.frame import BadFrame, unpack
 from kvtransfer.transports.memory import Memory
 
 _BURST = 8  # messages taken before sending gets its turn
+_REMEMBERED = 4096  # closed windows: what is under way when one closes comes soon after
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,12 @@ class Inbound:
 
     def __init__(self, memory: Memory, rows: dict[str, tuple[int, int]], emit: Callable[[Event], None]) -> None:
         self.bad_frames = 0
+        self.late_frames = 0
         self._memory = memory
         self._rows = rows  # kind -> (rows in our arena, bytes of one)
         self._emit = emit
         self._windows: dict[Key, _Window] = {}
+        self._revoked = Tombstones(_REMEMBERED)
         self._landing = threading.Lock()  # held while bytes are copied: revoke() waits for the copy, and no copy follows
 
     def expect(self, key: Key, slot: int, pages: Sequence[int]) -> None:
@@ -48,7 +52,8 @@ class Inbound:
 
     def revoke(self, key: Key) -> None:
         with self._landing:
-            self._windows.pop(key, None)
+            if self._windows.pop(key, None) is not None:
+                self._revoked.add(key)
 
     def receive(self, socket: zmq.Socket[bytes]) -> None:
         """Lands the messages that are here now, a few at most. A bad one is counted and dropped."""
@@ -71,6 +76,9 @@ class Inbound:
         key, places, payload = unpack(frame)
         with self._landing:
             window = self._windows.get(key)
+            if window is None and key in self._revoked:
+                self.late_frames += 1
+                return
             if window is None:
                 raise BadFrame(f"nothing is expected of {key}")
             for place in places:

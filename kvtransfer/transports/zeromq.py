@@ -59,6 +59,10 @@ class ZeroMQTransport:
     def bad_frames(self) -> int:
         return self._inbound.bad_frames
 
+    @property
+    def late_frames(self) -> int:
+        return self._inbound.late_frames
+
     def address(self) -> str:
         return self._address
 
