@@ -13,6 +13,8 @@ from router.server import Router
 from router.text import TokenizerError
 from wire.options import parse
 
+SWITCH_INTERVAL_S = 0.001  # how long a thread that writes a large answer may keep the event loop waiting
+
 
 async def _serve(config: RouterConfig) -> None:
     router = Router(config)
@@ -22,6 +24,7 @@ async def _serve(config: RouterConfig) -> None:
 
 def main() -> None:
     config = parse(RouterConfig, "python -m router")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         uvloop.run(_serve(config))
     except TokenizerError as error:

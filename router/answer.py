@@ -7,18 +7,17 @@ import itertools
 import json
 import secrets
 import time
-from array import array
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quote
 from typing import Any, Protocol
 
 from router.errors import ApiError
 from router.openai import Options
+from router.scores import Scored, ScoreLists
 from router.text import StopStrings, TextStream, Tokenizer
 from wire.messages import PromptLogprobs
 
 _PROCESS, _COUNT = secrets.token_hex(8), itertools.count()  # ids of answers: unique without asking the system each time
-
-Scored = tuple[int, float | None, list[tuple[int, float]] | None]  # id, logprob, most likely ones
 
 
 class Events(Protocol):
@@ -34,11 +33,18 @@ class Events(Protocol):
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request: its ids, its text if the client sent text, and its scores once they are known."""
+    """One prompt of a request: its ids, its text if it is known, its scores once they are."""
 
     ids: list[int]
-    text: str | None = None
-    scores: list[Scored] | None = None
+    text: str = ""
+    scores: ScoreLists | None = None
+    _written: str = ""
+
+    def json(self) -> str:
+        """The ids, written once for all choices."""
+        if not self._written:
+            self._written = f"[{','.join(map(str, self.ids))}]"
+        return self._written
 
 
 @dataclass(slots=True)
@@ -112,7 +118,7 @@ def _scores(ids: list[int], logprobs: Any, tops: Any) -> list[Scored]:
     if logprobs is None:
         return []
     return [
-        (token_id, float(logprobs[i]), None if tops is None else [(top[0], float(top[1])) for top in tops[i]])
+        (token_id, float(logprobs[i]), () if tops is None else [(top[0], float(top[1])) for top in tops[i]])
         for i, token_id in enumerate(ids)
     ]
 
@@ -156,6 +162,10 @@ class Answer:
     def take(self, choice: Choice, piece: Piece) -> None:
         raise NotImplementedError
 
+    def take_scores(self, prompt: Prompt, message: PromptLogprobs) -> None:
+        """The log probabilities of a prompt; `scored` when they are ready to be sent."""
+        raise NotImplementedError
+
     def scored(self, prompt: Prompt) -> None:
         self._unscored -= 1
         self._finish_if_complete()
@@ -171,9 +181,41 @@ class Answer:
         if not self.done.done():
             self.done.set_exception(error)
 
+    def weight(self) -> int:
+        """About how many numbers `body` has to write."""
+        each = (self.options.logprobs + 2 if self.options.logprobs >= 0 else 0) + self.with_ids
+        if not each:
+            return 0
+        prompts = sum([len(prompt.ids) for prompt in self.prompts]) if self.with_ids else 0
+        return prompts + each * sum([choice.tokens for choice in self.choices])
+
+    def body(self) -> str:
+        """The whole answer as JSON. Any thread, once it is complete."""
+        prompt, output = self.prompt_tokens, self.output_tokens
+        usage = f'"prompt_tokens": {prompt}, "completion_tokens": {output}, "total_tokens": {prompt + output}'
+        return (
+            f'{{"id": "{self.id}", "object": "{self.object_name}", "created": {self.created}, "model": {quote(self.model)}, '
+            f'"choices": [{",".join(map(self.written, self.choices))}], "usage": {{{usage}}}{self.ending()}}}'
+        )
+
+    def written(self, choice: Choice) -> str:
+        """A choice as JSON."""
+        raise NotImplementedError
+
+    def ending(self) -> str:
+        """What else the whole answer has, with a comma in front."""
+        return ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum([len(prompt.ids) for prompt in self.prompts])
+
+    @property
+    def output_tokens(self) -> int:
+        return sum([choice.tokens for choice in self.choices])
+
     def usage(self) -> dict[str, int]:
-        prompt = sum(len(prompt.ids) for prompt in self.prompts)
-        output = sum(choice.tokens for choice in self.choices)
+        prompt, output = self.prompt_tokens, self.output_tokens
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
     def head(self) -> dict[str, Any]:
@@ -206,24 +248,10 @@ class PromptListener:
         return False
 
     def prompt_logprobs(self, message: PromptLogprobs) -> None:
-        self.prompt.scores = _prompt_scores(self.prompt.ids, message)
-        self.answer.scored(self.prompt)
+        self.answer.take_scores(self.prompt, message)
 
     def failed(self, error: ApiError) -> None:
         self.answer.fail(error)
-
-
-def _prompt_scores(ids: list[int], message: PromptLogprobs) -> list[Scored]:
-    """Scores of all prompt tokens; the first has none."""
-    k = message.top_k
-    logprobs, top_ids, top_logprobs = array("f"), array("I"), array("f")
-    for values, data in ((logprobs, message.logprobs), (top_ids, message.top_ids), (top_logprobs, message.top_logprobs)):
-        values.frombytes(data)
-    scores: list[Scored] = [(ids[0], None, None)]
-    for i, token_id in enumerate(ids[1:]):
-        row = slice(i * k, i * k + k)
-        scores.append((token_id, logprobs[i], list(zip(top_ids[row], top_logprobs[row], strict=True))))
-    return scores
 
 
 def last_events(answer: Answer) -> list[str]:

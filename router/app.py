@@ -7,8 +7,9 @@ import json
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -17,19 +18,21 @@ from router.chat import THINK, encode_chat
 from router.completions import Completion, CompletionStream
 from router.config import RouterConfig
 from router.conversation import Chat, ChatShape, ChatStream
-from router.dispatch import Dispatcher, Request
-from router.errors import ApiError, invalid
+from router.dispatch import Dispatcher
+from router.errors import ApiError, internal, invalid
 from router.health import Health
 from router.openai import (
     CompletionRequest,
     Options,
     check_ids,
+    check_scores,
     check_vocabulary,
     output_tokens,
     parse_chat,
     parse_completion,
     parse_json,
 )
+from router.request import Request
 from router.stream import EventStream, Reply, Written
 from router.text import Tokenizer
 from wire.messages import SamplingParams
@@ -39,6 +42,9 @@ from wire.sockets import Inbox
 _LOG = logging.getLogger("pdserve.router")
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 INLINE_CHARS = 2000  # longer texts are tokenised in a thread: 150,000 characters take 0.1 s
+LONG_CHARS = 200_000  # and still longer ones in another, so that others do not wait behind them
+INLINE_NUMBERS = 20_000  # answers with more of them are written in that other thread
+Made = TypeVar("Made")
 OPENAPI = Path(__file__).with_name("openapi.json")
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -63,7 +69,8 @@ class App:
         self._inbox = inbox
         self._tokenizer = tokenizer
         self._model = config.served_name
-        self._threads = ThreadPoolExecutor(1, "tokenize")
+        self._short_work = ThreadPoolExecutor(1, "short")  # takes milliseconds
+        self._long_work = ThreadPoolExecutor(1, "long")  # may take seconds
         self._openapi = OPENAPI.read_text(encoding="utf-8")
         self._routes: dict[str, dict[str, Handler]] = {
             "/v1/completions": {"POST": self.completions},
@@ -92,7 +99,7 @@ class App:
         except Exception:  # a bug of ours must not look like anything else, and costs only this request
             _LOG.exception("%s %s", request.method, request.path)
             self._metrics.add("http_500")
-            return _error_reply(ApiError(500, "internal error; the server's log has the details", code="internal"))
+            return _error_reply(internal())
 
     def _find(self, request: web.BaseRequest) -> Handler:
         methods = self._routes.get(request.path)
@@ -110,20 +117,19 @@ class App:
     # ---- generation ----
 
     async def completions(self, http: web.BaseRequest) -> web.StreamResponse:
-        wanted = parse_completion(await self._read(http))
+        wanted = parse_completion(await self._read(http), self._config.max_logprobs)
         options = self._admit(wanted.options, len(wanted.prompts))
-        prompts = [await self._prompt(prompt) for prompt in wanted.prompts]
+        prompts = [await self._prompt(prompt, wanted) for prompt in wanted.prompts]
         sampling = self._completion_sampling(wanted, prompts)
-        silent = options.max_tokens == 0
         if not options.stream:
-            answer = Completion(options, prompts, self._tokenizer, self._model, wanted.echo, silent)
+            answer = Completion(wanted, prompts, self._tokenizer, self._model, self._long_work)
             return await self._whole(answer, sampling)
         events = EventStream(http, self._config.stream_buffer_bytes)
-        stream = CompletionStream(events, options, prompts, self._tokenizer, self._model, wanted.echo, silent)
+        stream = CompletionStream(events, wanted, prompts, self._tokenizer, self._model, self._long_work)
         return await self._streamed(events, stream, sampling)
 
     async def chat_completions(self, http: web.BaseRequest) -> web.StreamResponse:
-        wanted = parse_chat(await self._read(http))
+        wanted = parse_chat(await self._read(http), self._config.max_logprobs)
         options = self._admit(wanted.options, 1)
         if self._tokenizer is None:
             raise invalid("messages", _NO_TOKENIZER, "no_tokenizer")
@@ -140,12 +146,10 @@ class App:
         return await self._streamed(events, ChatStream(events, options, prompts, self._tokenizer, self._model, shape), sampling)
 
     async def _whole(self, answer: Completion | Chat, sampling: list[SamplingParams]) -> web.StreamResponse:
-        requests = self._submit(answer, sampling)
-        try:
-            await answer.done
-        finally:
-            self._drop(requests)
+        await self._finished(answer, self._submit(answer, sampling))
         self._count(answer)
+        if answer.weight() > INLINE_NUMBERS:
+            return Reply(await self._work(self._long_work, answer.body))
         return Reply(answer.body())
 
     async def _streamed(
@@ -154,7 +158,7 @@ class App:
         """Events leave from the dispatcher's callbacks; this coroutine only waits for the end."""
         requests = self._submit(answer, sampling)
         try:
-            await answer.done
+            await self._finished(answer, requests)
         except ApiError as error:
             if not events.started:
                 raise
@@ -162,14 +166,18 @@ class App:
             events.send(f"data: {error.body()}\n\n")
             events.end()
         finally:
-            self._drop(requests)
             if events.overflowed:
                 self._metrics.add("streams_overflowed")
         self._count(answer)
         return Written(events)
 
     def _submit(self, answer: Answer, sampling: list[SamplingParams]) -> list[Request]:
-        """One request for each prompt. Anything after this must drop them, whatever happens."""
+        """One request for each prompt. They have to be given to `_finished` next. Raises ApiError when there is no room now:
+        others may have come while the prompts were tokenised."""
+        tokens = sum([len(prompt.ids) for prompt in answer.prompts])
+        if tokens > self._config.max_prompt_tokens:
+            raise invalid("prompt", f"{tokens} tokens are more than the limit of {self._config.max_prompt_tokens}")
+        self._dispatcher.check_room(len(answer.choices), tokens)
         if sampling[0].prompt_logprobs >= 0:
             answer.expect_scores()
         requests = []
@@ -180,16 +188,20 @@ class App:
         self._metrics.add("requests")
         return requests
 
-    def _drop(self, requests: list[Request]) -> None:
-        for request in requests:
-            if not request.closed:
+    async def _finished(self, answer: Answer, requests: list[Request]) -> None:
+        """Waits for the end, and drops what is still on its way then, whatever the end was."""
+        try:
+            await answer.done
+        except asyncio.CancelledError:  # the client has gone
+            self._metrics.add("requests_dropped", sum([not request.closed for request in requests]))
+            raise
+        finally:
+            for request in requests:
                 self._dispatcher.cancel(request)
-                self._metrics.add("requests_dropped")
 
     def _count(self, answer: Answer) -> None:
-        usage = answer.usage()
-        self._metrics.add("prompt_tokens", usage["prompt_tokens"])
-        self._metrics.add("completion_tokens", usage["completion_tokens"])
+        self._metrics.add("prompt_tokens", answer.prompt_tokens)
+        self._metrics.add("completion_tokens", answer.output_tokens)
 
     # ---- checks and tokens ----
 
@@ -200,7 +212,13 @@ class App:
             raise ApiError(400, f"Content-Type must be application/json, not {kind!r}", code="invalid_content_type")
         if "Expect" in http.headers and http.headers["Expect"].lower() == "100-continue" and http.transport is not None:
             http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return parse_json(await http.read())
+        content = http.content
+        if not content.is_eof():
+            return parse_json(await http.read())
+        body = content.read_nowait()  # all of it came with the head, as it nearly always does: no need to wait in turns
+        if len(body) > self._config.max_body_bytes:
+            raise self._too_large()
+        return parse_json(body)
 
     def _admit(self, options: Options, prompts: int) -> Options:
         """Raises ApiError when the model is another one, nobody can serve now, or ids are not in the vocabulary."""
@@ -216,32 +234,50 @@ class App:
         check_vocabulary(options, self._dispatcher.pool.vocab_size)
         return options
 
-    async def _prompt(self, raw: str | list[int]) -> Prompt:
+    async def _prompt(self, raw: str | list[int], wanted: CompletionRequest) -> Prompt:
         if isinstance(raw, str):
             if self._tokenizer is None:
                 raise invalid("prompt", _NO_TOKENIZER, "no_tokenizer")
             # An empty text still needs a token to go on from.
             return Prompt(await self._encode(raw, "prompt") or [self._dispatcher.pool.bos_token_id], raw)
         check_ids(raw, self._dispatcher.pool.vocab_size, "prompt")
-        return Prompt(raw)
+        if not wanted.echo or self._tokenizer is None:
+            return Prompt(raw)
+        decode = partial(self._tokenizer.decode, raw, wanted.options.skip_special)
+        return Prompt(raw, decode() if len(raw) <= INLINE_NUMBERS else await self._work(self._long_work, decode))
 
     async def _encode(self, text: str, param: str) -> list[int]:
         assert self._tokenizer is not None
         try:
-            text.encode("utf-8")
+            num_bytes = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise invalid(param, "has half of a surrogate pair, which is not text") from error
         if len(text) <= INLINE_CHARS:
             return self._tokenizer.encode(text)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._tokenizer.encode, text)
+        context = self._context()
+        if num_bytes > context * self._tokenizer.longest_bytes:
+            message = f"{param}: {num_bytes} bytes of text are more than the context of {context} tokens can hold"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        thread = self._short_work if len(text) <= LONG_CHARS else self._long_work
+        return await self._work(thread, partial(self._tokenizer.encode, text))
+
+    async def _work(self, thread: ThreadPoolExecutor, make: Callable[[], Made]) -> Made:
+        return await asyncio.get_running_loop().run_in_executor(thread, make)
 
     def _completion_sampling(self, wanted: CompletionRequest, prompts: list[Prompt]) -> list[SamplingParams]:
         scores = wanted.options.logprobs if wanted.echo else -1
+        if scores >= 0:
+            check_scores(sum([len(prompt.ids) for prompt in prompts]), scores)
         outputs = [self._output(wanted.options, prompt, COMPLETION_TOKENS) for prompt in prompts]
         return [wanted.options.params(max(output, 1), scores) for output in outputs]
 
     def _output(self, options: Options, prompt: Prompt, default: int) -> int:
-        return output_tokens(options, len(prompt.ids), self._dispatcher.pool.context_tokens, default)
+        return output_tokens(options, len(prompt.ids), self._context(), default)
+
+    def _context(self) -> int:
+        """Raises ApiError 503 when the workers have gone while the prompt was tokenised."""
+        self._dispatcher.check_pair()
+        return self._dispatcher.pool.context_tokens
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._config.max_body_bytes} bytes", code="body_too_large")

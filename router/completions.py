@@ -6,14 +6,23 @@ serialised per token.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from json.encoder import encode_basestring_ascii as quote
-from typing import Any
 
-from router.answer import Answer, Choice, Events, Piece, Prompt, Scored, last_events
-from router.openai import Options
+from router.answer import Answer, Choice, Events, Piece, Prompt, last_events
+from router.errors import internal
+from router.openai import CompletionRequest
+from router.scores import ScoreLists, legacy_logprobs, prompt_scores, score_lists
 from router.text import TextStream, Tokenizer
+from wire.messages import PromptLogprobs
+
+_LOG = logging.getLogger("pdserve.router")
+INLINE_SCORES = 20_000  # of a prompt; more of them are written in a thread: 20,000 take some 20 ms
 
 
 class Completion(Answer):
@@ -21,21 +30,16 @@ class Completion(Answer):
     id_prefix = "cmpl-"
 
     def __init__(
-        self, options: Options, prompts: list[Prompt], tokenizer: Tokenizer | None, model: str, echo: bool, silent: bool
+        self, wanted: CompletionRequest, prompts: list[Prompt], tokenizer: Tokenizer | None, model: str, threads: Executor
     ) -> None:
-        """silent: max_tokens was 0, so the one token that workers make is not for the client."""
-        self.echo = echo
-        self.silent = silent
-        super().__init__(options, prompts, tokenizer, model)
+        """With echo, the prompts' texts have to be there."""
+        self.echo = wanted.echo
+        self.silent = wanted.options.max_tokens == 0  # then the one token that workers make is not for the client
+        self._threads = threads
+        super().__init__(wanted.options, prompts, tokenizer, model)
 
     def offset(self, prompt: Prompt) -> int:
-        return len(self.echo_text(prompt)) if self.echo else 0
-
-    def echo_text(self, prompt: Prompt) -> str:
-        if prompt.text is None:
-            skip = self.options.skip_special
-            prompt.text = self.tokenizer.decode(prompt.ids, skip) if self.tokenizer is not None else ""
-        return prompt.text
+        return len(prompt.text) if self.echo else 0
 
     def take(self, choice: Choice, piece: Piece) -> None:
         if self.silent:
@@ -43,51 +47,52 @@ class Completion(Answer):
         else:
             choice.pieces.append(piece)
 
-    def body(self) -> str:
-        choices = ",".join([self._choice(choice) for choice in self.choices])
-        usage = self.usage()
-        counts = ", ".join([f'"{name}": {count}' for name, count in usage.items()])
-        return (
-            f'{{"id": "{self.id}", "object": "{self.object_name}", "created": {self.created}, "model": {quote(self.model)}, '
-            f'"choices": [{choices}], "usage": {{{counts}}}}}'
-        )
+    def take_scores(self, prompt: Prompt, message: PromptLogprobs) -> None:
+        if len(prompt.ids) * (message.top_k + 1) <= INLINE_SCORES:
+            prompt.scores = self._score(prompt, message)
+            self.scored(prompt)
+        else:
+            work = asyncio.get_running_loop().run_in_executor(self._threads, self._score, prompt, message)
+            work.add_done_callback(partial(self._take_written, prompt))
 
-    def _choice(self, choice: Choice) -> str:
+    def _take_written(self, prompt: Prompt, work: asyncio.Future[ScoreLists]) -> None:
+        if self.done.done() or work.cancelled():
+            return
+        error = work.exception()
+        if error is not None:
+            _LOG.error("prompt scores", exc_info=error)
+            self.fail(internal())
+            return
+        prompt.scores = work.result()
+        self.scored(prompt)
+
+    def _score(self, prompt: Prompt, message: PromptLogprobs) -> ScoreLists:
+        return score_lists(prompt_scores(prompt.ids, message), self._prompt_offsets(prompt), self.token_text)
+
+    def written(self, choice: Choice) -> str:
         text = "".join([piece.text for piece in choice.pieces])
         if self.echo:
-            text = self.echo_text(choice.prompt) + text
-        logprobs = self.logprobs(choice.pieces, choice.prompt if self.echo else None)
+            text = choice.prompt.text + text
         ids = ""
         if self.with_ids:
             made = [token_id for piece in choice.pieces for token_id in piece.ids]
-            ids = f', "prompt_token_ids": {choice.prompt.ids}, "token_ids": {made}'
-        scores = json.dumps(logprobs) if logprobs is not None else "null"
+            ids = f', "prompt_token_ids": {choice.prompt.json()}, "token_ids": {made}'
+        logprobs = self.logprobs(choice.pieces, choice.prompt if self.echo else None)
         return (
-            f'{{"index": {choice.index}, "text": {quote(text)}, "logprobs": {scores}, '
+            f'{{"index": {choice.index}, "text": {quote(text)}, "logprobs": {logprobs}, '
             f'"finish_reason": "{choice.finish_reason}"{ids}}}'
         )
 
-    def logprobs(self, pieces: list[Piece], prompt: Prompt | None) -> dict[str, Any] | None:
-        """The legacy logprobs object of generated tokens, after those of the echoed prompt if one is given."""
+    def logprobs(self, pieces: list[Piece], prompt: Prompt | None) -> str:
+        """The legacy logprobs object of generated tokens, after those of the echoed prompt if one is given, as JSON."""
         if self.options.logprobs < 0:
-            return None
+            return "null"
         scores = [score for piece in pieces for score in piece.scores]
         offsets = [offset for piece in pieces for offset in piece.offsets]
-        if prompt is not None:
-            scores = [*(prompt.scores or ()), *scores]
-            offsets = [*self._prompt_offsets(prompt), *offsets]
-        return {
-            "tokens": [self.token_text(token_id) for token_id, _, _ in scores],
-            "token_logprobs": [logprob for _, logprob, _ in scores],
-            "top_logprobs": [self._top(score) for score in scores] if self.options.logprobs else None,
-            "text_offset": offsets,
-        }
-
-    def _top(self, score: Scored) -> dict[str, float] | None:
-        token_id, logprob, top = score
-        if logprob is None or top is None:
-            return None
-        return {self.token_text(other): value for other, value in [*top, (token_id, logprob)]}
+        parts = [score_lists(scores, offsets, self.token_text)]
+        if prompt is not None and prompt.scores is not None:
+            parts.insert(0, prompt.scores)
+        return legacy_logprobs(parts, with_tops=self.options.logprobs > 0)
 
     def _prompt_offsets(self, prompt: Prompt) -> list[int]:
         if self.tokenizer is None:
@@ -114,14 +119,14 @@ class CompletionStream(Completion):
     def __init__(
         self,
         events: Events,
-        options: Options,
+        wanted: CompletionRequest,
         prompts: list[Prompt],
         tokenizer: Tokenizer | None,
         model: str,
-        echo: bool,
-        silent: bool,
+        threads: Executor,
     ) -> None:
-        super().__init__(options, prompts, tokenizer, model, echo, silent)
+        super().__init__(wanted, prompts, tokenizer, model, threads)
+        options = wanted.options
         self.events = events
         self._usage = ',"usage":null' if options.include_usage else ""
         self._plain = not self.with_ids and options.logprobs < 0
@@ -130,7 +135,7 @@ class CompletionStream(Completion):
             Frame(
                 f'data: {start},"choices":[{{"index":{choice.index},"text":',
                 f',"logprobs":null,"finish_reason":null}}]{self._usage}}}\n\n',
-                opened=not echo and not self.with_ids,
+                opened=not self.echo and not self.with_ids,
             )
             for choice in self.choices
         ]
@@ -165,11 +170,12 @@ class CompletionStream(Completion):
         first, frame.opened = not frame.opened, True
         text = "".join([piece.text for piece in pieces])
         if first and self.echo:
-            text = self.echo_text(choice.prompt) + text
+            text = choice.prompt.text + text
         logprobs = self.logprobs(pieces, choice.prompt if first and self.echo else None)
-        extra: dict[str, Any] = {"logprobs": logprobs, "finish_reason": choice.finish_reason or None}
+        reason = f'"{choice.finish_reason}"' if choice.finish_reason else "null"
+        ids = ""
         if self.with_ids:
-            extra |= {"prompt_token_ids": choice.prompt.ids} if first else {}
-            extra["token_ids"] = [token_id for piece in pieces for token_id in piece.ids]
-        rest = json.dumps(extra, separators=(",", ":"))[1:]
+            made = [token_id for piece in pieces for token_id in piece.ids]
+            ids = (f',"prompt_token_ids":{choice.prompt.json()}' if first else "") + f',"token_ids":{made}'
+        rest = f'"logprobs":{logprobs},"finish_reason":{reason}{ids}}}'
         self.events.send(f"{frame.head}{quote(text)},{rest}]{self._usage}}}\n\n")

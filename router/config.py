@@ -20,8 +20,10 @@ class RouterConfig:
     model: str = option("", help="model folder; only its tokenizer.json is read")
     model_name: str = option("", help="the name clients ask for; the default is the folder's")
     tokenizer: str = option("", help="tokenizer.json or its folder, when it is not in --model")
-    max_body_bytes: int = option(32 << 20, help="larger HTTP bodies are answered with 413")
+    max_body_bytes: int = option(16 << 20, help="larger HTTP bodies are answered with 413")
     max_requests: int = option(4096, help="samples in flight before new requests are answered with 429")
+    max_prompt_tokens: int = option(8 << 20, help="prompt tokens in flight before new requests are answered with 429")
+    max_logprobs: int = option(20, help="most alternatives a request may ask for with logprobs or top_logprobs")
     request_timeout_s: float = option(600.0, help="a request that takes longer is ended with an error")
     dead_after_s: float = option(3.0, help="a worker silent for this long is dead")
     recovery_wait_s: float = option(5.0, help="how long an accepted request waits for a worker to come back")
@@ -33,9 +35,19 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.inbox_host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"--inbox-host {self.inbox_host} also needs --advertise: the name workers reach this host by")
-        for name in ("request_timeout_s", "dead_after_s", "probe_every_s", "health_window_s", "max_attempts", "max_requests"):
+        for name in (
+            "request_timeout_s",
+            "dead_after_s",
+            "probe_every_s",
+            "health_window_s",
+            "max_attempts",
+            "max_requests",
+            "max_prompt_tokens",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+        if self.max_logprobs < 0:
+            raise ValueError("--max-logprobs must not be negative")
 
     @property
     def served_name(self) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
-from router.answer import Answer, Choice, Events, Piece, Prompt, Scored, last_events
+from router.answer import Answer, Choice, Events, Piece, Prompt, last_events
 from router.chat import ReplySplitter, ToolCall
 from router.openai import Options
+from router.scores import chat_logprobs
 from router.text import Tokenizer
 
 
@@ -21,17 +21,6 @@ class ChatShape:
 
     thinking: bool  # the prompt ends inside a reasoning part
     tools: bool
-
-
-def chat_logprobs(scores: list[Scored], token_text: Callable[[int], str], raw: Callable[[int], bytes]) -> dict[str, Any]:
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": token_text(token_id), "logprob": logprob, "bytes": list(raw(token_id))}
-
-    content = [
-        {**entry(token_id, logprob or 0.0), "top_logprobs": [entry(*pair) for pair in top or ()]}
-        for token_id, logprob, top in scores
-    ]
-    return {"content": content, "refusal": None}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -52,22 +41,19 @@ class Chat(Answer):
     def take(self, choice: Choice, piece: Piece) -> None:
         choice.pieces.append(piece)
 
-    def body(self) -> str:
-        out = {**self.head(), "choices": [self._choice(choice) for choice in self.choices], "usage": self.usage()}
-        if self.with_ids:
-            out["prompt_token_ids"] = self.prompts[0].ids
-        return json.dumps(out)
+    def ending(self) -> str:
+        return f', "prompt_token_ids": {self.prompts[0].json()}' if self.with_ids else ""
 
-    def logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+    def logprobs(self, pieces: list[Piece]) -> str:
         if self.options.logprobs < 0:
-            return None
-        return chat_logprobs([score for piece in pieces for score in piece.scores], self.token_text, self._token_bytes)
+            return "null"
+        return chat_logprobs((score for piece in pieces for score in piece.scores), self.token_text, self._token_bytes)
 
     def _token_bytes(self, token_id: int) -> bytes:
         tokenizer = self.tokenizer
         return tokenizer.shown.pieces[token_id] if tokenizer is not None and token_id < tokenizer.size else b""
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def written(self, choice: Choice) -> str:
         splitter = ReplySplitter(self.shape.thinking, self.shape.tools)
         parts = splitter.feed("".join([piece.text for piece in choice.pieces]))
         rest, calls = splitter.finish()
@@ -78,15 +64,14 @@ class Chat(Answer):
             message["reasoning_content"] = "".join(text for kind, text in parts if kind == "reasoning")
         if calls:
             message["tool_calls"] = [_call(call) for call in calls]
-        out = {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self.logprobs(choice.pieces),
-            "finish_reason": "tool_calls" if calls else choice.finish_reason,
-        }
+        reason = "tool_calls" if calls else choice.finish_reason
+        ids = ""
         if self.with_ids:
-            out["token_ids"] = [token_id for piece in choice.pieces for token_id in piece.ids]
-        return out
+            ids = f', "token_ids": {[token_id for piece in choice.pieces for token_id in piece.ids]}'
+        return (
+            f'{{"index": {choice.index}, "message": {json.dumps(message)}, "logprobs": {self.logprobs(choice.pieces)}, '
+            f'"finish_reason": "{reason}"{ids}}}'
+        )
 
 
 class ChatStream(Chat):
@@ -135,7 +120,7 @@ class ChatStream(Chat):
         self.events.end()
 
     def _opening(self, choice: Choice) -> str:
-        ids = f',"prompt_token_ids":{json.dumps(self.prompts[0].ids)}' if self.with_ids else ""
+        ids = f',"prompt_token_ids":{self.prompts[0].json()}' if self.with_ids else ""
         delta = '"role":"assistant","content":""'
         return f'{self._heads[choice.index]}{delta}}},"logprobs":null,"finish_reason":null}}]{ids}{self._usage}}}\n\n'
 
@@ -150,10 +135,11 @@ class ChatStream(Chat):
         for number, delta in enumerate(deltas):
             is_last = number == len(deltas) - 1
             reason = ("tool_calls" if calls else choice.finish_reason) if is_last and choice.finish_reason else None
-            body: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason}
-            if number == 0:
-                body["logprobs"] = self.logprobs([piece]) if piece.ids else None
-                body |= {"token_ids": piece.ids} if self.with_ids else {}
-            out.append(f'{self._start},"choices":[{json.dumps(body, separators=(",", ":"))}]{self._usage}}}\n\n')
+            body: dict[str, Any] = {"index": choice.index, "delta": delta, "finish_reason": reason}
+            if number == 0 and self.with_ids:
+                body["token_ids"] = piece.ids
+            logprobs = self.logprobs([piece]) if number == 0 and piece.ids else "null"
+            text = json.dumps(body, separators=(",", ":"))[:-1]
+            out.append(f'{self._start},"choices":[{text},"logprobs":{logprobs}}}]{self._usage}}}\n\n')
         if out:
             self.events.send(*out)

@@ -1,22 +1,26 @@
 """Requests in flight: sending each to a pair of workers, its tokens back, and another try when a worker fails it.
 
-A `Request` is one prompt with n samples. A `Try` is one (rid, attempt) of it on one pair of workers. Each open sample
-belongs to exactly one try; rows of any other attempt are dropped. A sample that has to move (worker dead, retracted,
-transfer broken) goes on elsewhere from the client's prompt + its tokens so far, so its text continues seamlessly.
+Each open sample of a `Request` belongs to exactly one `Try` or is parked; rows of any other attempt are dropped and their
+worker is told. A sample that has to move (worker dead, retracted, transfer broken, tokens lost) goes on elsewhere from
+the client's prompt + its tokens so far, so its text continues seamlessly.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from router.config import RouterConfig
-from router.errors import ApiError, unavailable
+from router.errors import ApiError, internal, unavailable
 from router.pool import MAX_WORKERS, ROLES, Pool, Refusal, Worker
+from router.request import Key, Parked, Request, Sample, Try
 from router.rows import holds_prompt, is_row
+from router.strays import Strays
 from wire.messages import (
     ALL_SAMPLES,
     Abort,
@@ -24,14 +28,15 @@ from wire.messages import (
     Prefill,
     PromptLogprobs,
     Refused,
-    SamplingParams,
     Status,
     Tokens,
     pack_ids,
 )
 from wire.metrics import Metrics
 
-Key = tuple[int, int]
+_LOG = logging.getLogger("pdserve.router")
+STALL_S = 0.5  # a sweep that comes this much late says that the router stood still, not the workers
+WORKER_GRACE_S = 1.0  # workers give up this much after the router, which then is the one that says so
 
 
 class Sender(Protocol):
@@ -40,68 +45,6 @@ class Sender(Protocol):
     def send(self, address: str, message: Any) -> bool: ...
 
     def forget(self, address: str) -> None: ...
-
-
-class Listener(Protocol):
-    """Who wants a request's result. Called from the event loop; must not block."""
-
-    def tokens(self, sample: int, ids: list[int], finish: str, logprobs: Any, tops: Any) -> bool:
-        """New tokens of a sample; True ends it now (a stop string was found)."""
-
-    def prompt_logprobs(self, message: PromptLogprobs) -> None: ...
-
-    def failed(self, error: ApiError) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Sample:
-    index: int
-    ids: list[int] = field(default_factory=list)  # generated so far
-    failures: int = 0  # tries that count against max_attempts
-    done: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One prompt on its way. `pinned` names the pair a probe has to use."""
-
-    prompt: list[int]
-    sampling: SamplingParams
-    listener: Listener
-    samples: list[Sample]
-    pinned: tuple[Worker, Worker] | None = None
-    rid: int = 0
-    attempts: int = 0  # attempt numbers given out
-    submitted_s: float = 0.0
-    deadline_s: float = 0.0
-    answered: bool = False  # its first token is back
-    closed: bool = False
-    tries: list[Try] = field(default_factory=list)
-    avoid: set[str] = field(default_factory=set)
-    reason: str = ""  # of the last failure
-
-    @classmethod
-    def new(cls, prompt: list[int], n: int, sampling: SamplingParams, listener: Listener) -> Request:
-        return cls(prompt, sampling, listener, [Sample(i) for i in range(n)])
-
-
-@dataclass(slots=True, eq=False)
-class Try:
-    key: Key
-    request: Request
-    samples: dict[int, Sample]  # those still open here
-    prefill: Worker
-    decode: Worker
-    started: bool = False  # a token came back
-
-
-@dataclass(slots=True, eq=False)
-class Parked:
-    """Samples that wait for a worker to come back."""
-
-    request: Request
-    samples: list[Sample]
-    until_s: float
 
 
 class Dispatcher:
@@ -118,7 +61,7 @@ class Dispatcher:
         self.pool = Pool()
         self.metrics = metrics
         self.served_s = float("-inf")  # last time a hand-off worked
-        self.tokens_s = float("-inf")  # last time any token came
+        self.tokens_s = float("-inf")  # last time a token came that somebody waits for
         self.transfer_failed_s = float("-inf")
         self.on_join: Callable[[], None] = lambda: None
         self._config = config
@@ -127,11 +70,15 @@ class Dispatcher:
         self._clock = clock
         self._defer = defer
         self._outgoing: list[tuple[str, Any]] = []
-        self._requests: dict[int, Request] = {}  # in order of arrival, so in order of deadline
+        self._requests: dict[int, Request] = {}  # clients', in order of arrival, so in order of deadline
+        self._probes: dict[int, Request] = {}  # these have deadlines of their own
         self._tries: dict[Key, Try] = {}
         self._parked: list[Parked] = []
         self._next_rid = secrets.randbits(46) << 16  # so that a restarted router does not reuse what workers remember
-        self._in_flight = 0
+        self._in_flight = 0  # clients' samples
+        self._prompt_tokens = 0  # of clients' requests
+        self._strays = Strays()
+        self._swept_s = clock()
         self._handlers: dict[type, Callable[[Any], None]] = {
             Tokens: self._take_tokens,
             Status: self._take_status,
@@ -141,15 +88,21 @@ class Dispatcher:
 
     # ---- from the HTTP side ----
 
-    def check_room(self, samples: int) -> None:
-        """Raises ApiError 503 when no pair of workers is there, 429 when `samples` more would be too many."""
-        missing = self.pool.missing()
-        if missing:
-            raise unavailable(f"{missing}; try again in a moment")
+    def check_room(self, samples: int, prompt_tokens: int = 0) -> None:
+        """Raises ApiError 503 when no pair of workers is there, 429 when so much more would be too much."""
+        self.check_pair()
         if self._in_flight + samples > self._config.max_requests:
-            self.metrics.add("requests_rejected_full")
-            message = f"{self._in_flight} samples are in flight, the limit is {self._config.max_requests}; try again later"
-            raise ApiError(429, message, code="queue_full", retry_after_s=1)
+            what = f"{self._in_flight} samples are in flight, the limit is {self._config.max_requests}"
+        elif self._prompt_tokens + prompt_tokens > self._config.max_prompt_tokens:
+            what = f"{self._prompt_tokens} prompt tokens are in flight, the limit is {self._config.max_prompt_tokens}"
+        else:
+            return
+        self.metrics.add("requests_rejected_full")
+        raise ApiError(429, f"{what}; try again later", code="queue_full", retry_after_s=1)
+
+    def check_pair(self) -> None:
+        if not self.pool.has_pair():
+            raise unavailable(f"{self.pool.missing()}; try again in a moment")
 
     def submit(self, request: Request, timeout_s: float = 0.0) -> None:
         """Sends a new request off. Its listener hears of everything else."""
@@ -157,9 +110,12 @@ class Dispatcher:
         request.rid = self._next_rid
         request.submitted_s = self._clock()
         request.deadline_s = request.submitted_s + (timeout_s or self._config.request_timeout_s)
-        self._requests[request.rid] = request
-        if request.pinned is None:  # probes take no client's place
+        if request.pinned is None:
+            self._requests[request.rid] = request
             self._in_flight += len(request.samples)
+            self._prompt_tokens += len(request.prompt)
+        else:  # probes take no client's place
+            self._probes[request.rid] = request
         self._send(request, request.samples)
 
     def cancel(self, request: Request) -> None:
@@ -168,7 +124,7 @@ class Dispatcher:
             self._close(request)
 
     def fail_all(self, error: ApiError) -> None:
-        for request in list(self._requests.values()):
+        for request in [*self._requests.values(), *self._probes.values()]:
             self._fail(request, error)
 
     @property
@@ -186,29 +142,60 @@ class Dispatcher:
             handler(message)
 
     def _take_tokens(self, message: Tokens) -> None:
+        wanted = False
         for row in message.rows:
-            if not is_row(row):
+            if is_row(row):
+                wanted |= self._take_row(row, message.worker)
+            else:
                 self.metrics.add("rows_malformed")
-                continue
-            rid, attempt, index, ids, finish, logprobs, tops = row
-            attempt_ = self._tries.get((rid, attempt))
-            sample = attempt_.samples.get(index) if attempt_ is not None else None
-            if attempt_ is None or sample is None:
-                self.metrics.add("rows_stale")
-                continue
-            if not attempt_.started:
-                self._start(attempt_)
-            sample.ids += ids
-            stop = attempt_.request.listener.tokens(index, ids, finish, logprobs, tops)
-            if finish or stop:
-                self._finish(attempt_, sample, tell_decode=not finish)
-        self.tokens_s = self._clock()
+        if wanted:
+            self.tokens_s = self._clock()
+
+    def _take_row(self, row: list[Any], worker: str) -> bool:
+        """Whether somebody waited for it."""
+        rid, number, index, first, ids, finish, logprobs, tops = row
+        attempt = self._tries.get((rid, number))
+        sample = attempt.samples.get(index) if attempt is not None else None
+        if attempt is None or sample is None:
+            self.metrics.add("rows_stale")
+            if not finish:
+                self._turn_away(worker, (rid, number), ALL_SAMPLES if attempt is None else index)
+            return False
+        if first != len(sample.ids):
+            self._close_gap(attempt, sample, first)
+            return False
+        if not attempt.started:
+            self._start(attempt)
+        sample.ids += ids
+        try:
+            stop = attempt.request.listener.tokens(index, ids, finish, logprobs, tops)
+        except Exception:  # a bug of ours costs the request it shows in, not the other rows of the message
+            _LOG.exception("request %d", rid)
+            self._fail(attempt.request, internal())
+            return True
+        if finish or stop:
+            self._finish(attempt, sample, tell_decode=not finish)
+        return True
+
+    def _turn_away(self, name: str, key: Key, sample: int) -> None:
+        """Tells a decode worker that nobody waits for what it generates: it was taken for dead, or the router is new."""
+        worker = self.pool.find("decode", name)
+        if worker is not None and self._strays.is_due((*key, sample), self._clock()):
+            self.metrics.add("strays_aborted")
+            self._post(worker.inbox, Abort(*key, sample))
+
+    def _close_gap(self, attempt: Try, sample: Sample, first: int) -> None:
+        """A message with tokens of this sample was lost: it goes on from what is here, under a new attempt."""
+        self.metrics.add("gaps")
+        request, decode = attempt.request, attempt.decode
+        request.reason = f"tokens {len(sample.ids)} to {first} of decode worker {decode.name} were lost on the way"
+        self._leave(attempt, sample)
+        self._post(decode.inbox, Abort(*attempt.key, sample.index))
+        self._retry(request, [sample], ApiError(500, request.reason, code="tokens_lost"))
 
     def _take_prompt_logprobs(self, message: PromptLogprobs) -> None:
-        attempt = self._tries.get((message.rid, message.attempt))
-        request = attempt.request if attempt is not None else self._requests.get(message.rid)
-        wanted = request.sampling.prompt_logprobs if request is not None else -1
-        if request is None or wanted < 0 or not holds_prompt(message, len(request.prompt) - 1):
+        request = self._requests.get(message.rid)
+        if request is None or not request.wants_scores or not holds_prompt(message, len(request.prompt) - 1):
             self.metrics.add("rows_stale")
             return
         request.sampling = replace(request.sampling, prompt_logprobs=-1)  # a retry need not compute them again
@@ -225,22 +212,25 @@ class Dispatcher:
             samples = list(attempt.samples.values())
             self._drop_try(attempt, tell=(attempt.prefill, attempt.decode))
         elif message.sample in attempt.samples:
-            samples = [attempt.samples.pop(message.sample)]
-            self._update_load(attempt)
-            if not attempt.samples:
-                self._drop_try(attempt, tell=())
+            samples = [attempt.samples[message.sample]]
+            self._leave(attempt, samples[0])
         else:
             return
         self.metrics.add(f"failures_{message.cause}" if message.cause in _CAUSES else "failures_other")
+        request.reason = message.reason
         if message.cause == "refused":
             self._fail(request, ApiError(400, message.reason, code="refused_by_worker"))
             return
+        if message.cause == "timeout":  # the time that the router gave it is over: nobody's fault, no more tries
+            self._time_out(request)
+            return
         if message.cause != "retracted":
-            self._blame(attempt, samples, message)
-        if message.retryable and self._may_retry(request, samples):
-            self._resend(request, samples)
+            self._blame(attempt, message)
+        error = ApiError(500, f"the request failed: {message.reason}", code="worker_failed")
+        if message.retryable:
+            self._retry(request, samples, error, counts=message.cause != "retracted")
         else:
-            self._fail(request, ApiError(500, f"the request failed: {message.reason}", code="worker_failed"))
+            self._fail(request, error)
 
     def _take_status(self, status: Status) -> None:
         if status.role not in ROLES or not status.name or not status.inbox.startswith("tcp://"):
@@ -249,6 +239,7 @@ class Dispatcher:
         known = self.pool.find(status.role, status.name)
         if status.state == "gone":
             if known is not None and known.inbox == status.inbox:
+                self.metrics.add("workers_left")
                 self._lose(known, "left")
             return
         if known is not None and known.inbox == status.inbox and known.identity == status.identity:
@@ -261,6 +252,7 @@ class Dispatcher:
             return
         self.pool.add(Worker(status, self._clock()))
         if known is not None:
+            self.metrics.add("workers_lost")
             self._lose(known, "was replaced by a new process of its name")
         self.metrics.add("workers_joined")
         self._unpark()
@@ -269,46 +261,62 @@ class Dispatcher:
     def sweep(self) -> None:
         """Everything that time does; call it a few times a second."""
         now = self._clock()
+        self._forgive_stall(now)
         for worker in self.pool.workers():
             if now - worker.seen_s > self._config.dead_after_s:
+                self.metrics.add("workers_lost")
                 self._lose(worker, f"was silent for {now - worker.seen_s:.1f} s")
         for name, refusal in list(self.pool.refused.items()):
             if now - refusal.seen_s > self._config.dead_after_s:
                 del self.pool.refused[name]
                 self._outbox.forget(refusal.inbox)
-        for request in list(self._requests.values()):
-            if request.deadline_s > now and not request.pinned:
-                break
+        for request in list(self._probes.values()):
             if request.deadline_s <= now:
-                self.metrics.add("requests_timed_out")
-                self._fail(request, ApiError(504, f"not finished in time{_because(request.reason)}", code="timeout"))
+                self._time_out(request)
+        for request in list(self._requests.values()):
+            if request.deadline_s > now:
+                break
+            self._time_out(request)
         self._unpark()
         for parked in self._parked:
             if now >= parked.until_s:
                 self._fail(parked.request, unavailable(f"{self.pool.missing()}{_because(parked.request.reason)}"))
         self._parked = [parked for parked in self._parked if not parked.request.closed]
 
+    def _forgive_stall(self, now: float) -> None:
+        """While the router itself stood still it heard nobody: that time is nobody's silence."""
+        late_s = now - self._swept_s
+        self._swept_s = now
+        if late_s > STALL_S:
+            self.metrics.add("stalls")
+            for worker in self.pool.workers():
+                worker.seen_s = min(worker.seen_s + late_s, now)
+
     # ---- a try's life ----
 
     def _send(self, request: Request, samples: list[Sample]) -> None:
-        """One new attempt for samples that have the same tokens so far; parks them when no pair is there."""
-        tokens = request.prompt + samples[0].ids if samples[0].ids else request.prompt
-        pair = request.pinned or self._pair(request, len(samples), len(tokens), len(samples[0].ids))
+        """One new attempt for samples that have the same tokens so far; parks them when no pair is there.
+
+        A sample that is done only carries the prompt to prefill once more; what it generates is turned away.
+        """
+        done = [] if samples[0].done else samples[0].ids
+        tokens = request.prompt + done if done else request.prompt
+        pair = request.pinned or self._pair(request, len(samples), len(tokens), len(done))
+        now = self._clock()
         if pair is None:
-            self._parked.append(Parked(request, samples, self._clock() + self._config.recovery_wait_s))
+            self._parked.append(Parked(request, samples, now + self._config.recovery_wait_s))
             return
         prefill, decode = pair
         key = request.rid, request.attempts
         request.attempts += 1
-        attempt = Try(key, request, {sample.index: sample for sample in samples}, prefill, decode)
+        attempt = Try(key, request, {sample.index: sample for sample in samples if not sample.done}, prefill, decode, now)
         self._tries[key] = attempt
         request.tries.append(attempt)
         prefill.prompt_tokens.put(key, len(tokens))
         self._update_load(attempt)
-        timeout_s = max(request.deadline_s - self._clock(), 0.1)
         message = Prefill(
-            *key, pack_ids(tokens), len(request.prompt), tuple(attempt.samples), request.sampling, decode.inbox,
-            self._inbox_address, timeout_s,
+            *key, pack_ids(tokens), len(request.prompt), tuple([sample.index for sample in samples]), request.sampling,
+            decode.inbox, self._inbox_address, max(request.deadline_s - now, 0.0) + WORKER_GRACE_S,
         )  # fmt: skip
         self._post(prefill.inbox, message)
 
@@ -326,7 +334,7 @@ class Dispatcher:
                 self.metrics.add("sends_failed")
                 if isinstance(message, Prefill):
                     reason = f"{address} takes no messages"
-                    self._take_failed(Failed(message.rid, message.attempt, ALL_SAMPLES, "internal", reason, True))
+                    self._take_failed(Failed(message.rid, message.attempt, ALL_SAMPLES, "internal", reason, True, "prefill"))
 
     def _pair(self, request: Request, samples: int, tokens: int, done: int) -> tuple[Worker, Worker] | None:
         prefill = self.pool.choose_prefill(tokens, request.avoid)
@@ -354,18 +362,22 @@ class Dispatcher:
     def _finish(self, attempt: Try, sample: Sample, tell_decode: bool) -> None:
         """A sample is complete: by its worker's word, or by a stop string that decode does not know of."""
         sample.done = True
-        del attempt.samples[sample.index]
         if tell_decode:
             self._post(attempt.decode.inbox, Abort(*attempt.key, sample.index))
-        if attempt.samples or attempt.request.sampling.prompt_logprobs >= 0:
+        self._leave(attempt, sample)
+        self._settle(attempt.request)
+
+    def _leave(self, attempt: Try, sample: Sample) -> None:
+        """A sample is no longer a part of its try, which ends with its last one unless scores are still to come."""
+        del attempt.samples[sample.index]
+        if attempt.samples or attempt.request.wants_scores:
             self._update_load(attempt)
         else:
             self._drop_try(attempt, tell=())
-        self._settle(attempt.request)
 
     def _settle(self, request: Request) -> None:
         """Closes a request that has everything: all samples, and the prompt's logprobs when it asked for them."""
-        if not request.closed and request.sampling.prompt_logprobs < 0 and all(sample.done for sample in request.samples):
+        if not request.closed and not request.wants_scores and request.is_generated:
             self._close(request)
 
     def _drop_try(self, attempt: Try, tell: Iterable[Worker]) -> None:
@@ -380,20 +392,42 @@ class Dispatcher:
 
     def _close(self, request: Request) -> None:
         request.closed = True
-        del self._requests[request.rid]
         if request.pinned is None:
+            del self._requests[request.rid]
             self._in_flight -= len(request.samples)
+            self._prompt_tokens -= len(request.prompt)
             self.metrics.observe("request_seconds", self._clock() - request.submitted_s)
+        else:
+            del self._probes[request.rid]
         for attempt in list(request.tries):
             self._drop_try(attempt, tell=(attempt.prefill, attempt.decode))
 
     def _fail(self, request: Request, error: ApiError) -> None:
         if not request.closed:
             self._close(request)
-            self.metrics.add("requests_failed")
+            if request.pinned is None:
+                self.metrics.add("requests_failed")
             request.listener.failed(error)
 
+    def _time_out(self, request: Request) -> None:
+        if request.pinned is None and not request.closed:
+            self.metrics.add("requests_timed_out")
+        self._fail(request, ApiError(504, f"not finished in time{_because(request.reason)}", code="timeout"))
+
     # ---- another try ----
+
+    def _retry(self, request: Request, samples: list[Sample], error: ApiError, counts: bool = True) -> None:
+        """Samples that lost their try go on elsewhere; when they have had all their tries, the request ends with `error`."""
+        if not samples:  # only the prompt's scores were still to come
+            if request.tries or not request.is_generated:
+                return  # another try brings them
+            samples = request.samples[:1]
+        for sample in samples:
+            sample.failures += counts
+        if request.pinned is None and all(sample.failures < self._config.max_attempts for sample in samples):
+            self._resend(request, samples)
+        else:
+            self._fail(request, error)
 
     def _resend(self, request: Request, samples: list[Sample]) -> None:
         """Samples without tokens go together again, the others one by one: their contexts differ."""
@@ -412,19 +446,23 @@ class Dispatcher:
                 if not each.request.closed:
                     self._send(each.request, each.samples)
 
-    def _may_retry(self, request: Request, samples: list[Sample]) -> bool:
-        return request.pinned is None and all(sample.failures < self._config.max_attempts for sample in samples)
-
-    def _blame(self, attempt: Try, samples: list[Sample], failed: Failed) -> None:
-        """The message does not say which leg it was, so both are avoided by this request and proven again by a probe."""
-        for sample in samples:
-            sample.failures += 1
-        attempt.request.reason = failed.reason
-        attempt.request.avoid |= {attempt.prefill.name, attempt.decode.name}
-        attempt.prefill.failures += 1
-        attempt.decode.failures += 1
-        if failed.cause == "transfer":
-            self.transfer_failed_s = self._clock()
+    def _blame(self, attempt: Try, failed: Failed) -> None:
+        """An internal failure is its sender's. A broken hand-off may be either leg's: both are suspected, less those that
+        have worked in another pair since this try was sent, and a suspect is cleared by the next hand-off that works."""
+        request, now = attempt.request, self._clock()
+        if failed.cause == "internal":
+            for worker in (attempt.prefill, attempt.decode):
+                if worker.role == failed.role:
+                    worker.failures += 1
+                    request.avoid[worker] = math.inf  # whatever else it does, this request it fails
+            return
+        self.transfer_failed_s = now
+        legs = request.on_trial or (attempt.prefill, attempt.decode)
+        suspects = [worker for worker in legs if worker.proven_s <= attempt.sent_s]
+        for worker in suspects:
+            worker.failures += 1
+        for worker in suspects or legs:
+            request.avoid[worker] = now
 
     def _lose(self, worker: Worker, why: str) -> None:
         """A worker is no more: its requests go elsewhere, the other leg is told to forget them."""
@@ -432,23 +470,19 @@ class Dispatcher:
             self.pool.remove(worker)
         self._outgoing = [(address, message) for address, message in self._outgoing if address != worker.inbox]
         self._outbox.forget(worker.inbox)
-        self.metrics.add("workers_lost")
         for attempt in [attempt for attempt in self._tries.values() if worker in (attempt.prefill, attempt.decode)]:
             if attempt.key not in self._tries:  # closed by an earlier one of this loop
                 continue
             request = attempt.request
-            if worker is attempt.prefill and attempt.started and request.sampling.prompt_logprobs < 0:
+            if worker is attempt.prefill and attempt.started and not request.wants_scores:
                 continue  # its part is done
+            if worker is attempt.decode and not attempt.samples:
+                continue  # the same
             other = attempt.decode if worker is attempt.prefill else attempt.prefill
             samples = list(attempt.samples.values())
             self._drop_try(attempt, tell=(other,))
             request.reason = f"{worker.role} worker {worker.name} {why}"
-            for sample in samples:
-                sample.failures += 1
-            if samples and self._may_retry(request, samples):
-                self._resend(request, samples)
-            else:
-                self._fail(request, ApiError(500, request.reason, code="worker_lost"))
+            self._retry(request, samples, ApiError(500, request.reason, code="worker_lost"))
 
     def _refuse(self, status: Status, objection: str) -> None:
         self.metrics.add("workers_refused")

@@ -42,3 +42,8 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
 def unavailable(message: str) -> ApiError:
     """A 503 worth another try in a second."""
     return ApiError(503, message, code="no_workers", retry_after_s=1)
+
+
+def internal() -> ApiError:
+    """A 500 for a bug of ours, which the log describes."""
+    return ApiError(500, "internal error; the server's log has the details", code="internal")

@@ -16,12 +16,16 @@ from typing import Any, NoReturn
 from router.chat import TASKS
 from router.errors import ApiError, invalid
 from wire.messages import SamplingParams
+from wire.sockets import MAX_MESSAGE_BYTES
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
+MAX_STOP_IDS = 4096
+MAX_BIASES = 1 << 18  # more than any vocabulary; with it a Prefill stays below the size of a message
+MAX_SCORES = MAX_MESSAGE_BYTES // 16  # of a prompt; each takes 8 bytes in PromptLogprobs, and seconds in JSON if it were more
 MAX_ID = (1 << 32) - 1
 INT64 = 1 << 63
 ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
@@ -81,10 +85,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_completion(body: dict[str, Any]) -> CompletionRequest:
+def parse_completion(body: dict[str, Any], max_logprobs: int = MAX_LOGPROBS) -> CompletionRequest:
     fields = Fields(body)
     echo = fields.boolean("echo", False)
-    logprobs = fields.integer("logprobs", -1, 0, MAX_LOGPROBS)
+    logprobs = fields.integer("logprobs", -1, 0, max_logprobs)
     options = _options(fields, logprobs, least_tokens=0 if echo else 1)
     if body.get("suffix"):
         raise invalid("suffix", "not supported; leave it out", "unsupported")
@@ -93,10 +97,10 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     return CompletionRequest(options, _prompts(body.get("prompt")), echo)
 
 
-def parse_chat(body: dict[str, Any]) -> ChatRequest:
+def parse_chat(body: dict[str, Any], max_logprobs: int = MAX_LOGPROBS) -> ChatRequest:
     fields = Fields(body)
     wants_logprobs = fields.boolean("logprobs", False)
-    top = fields.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
+    top = fields.integer("top_logprobs", 0, 0, max_logprobs)
     if top and not wants_logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     options = _options(fields, top if wants_logprobs else -1, least_tokens=1)
@@ -139,6 +143,14 @@ def output_tokens(options: Options, prompt_tokens: int, context_tokens: int, def
         message = f"{field}: {prompt_tokens} prompt tokens + {field} {wanted} exceed the context of {context_tokens} tokens"
         raise ApiError(400, message, field, "context_length_exceeded")
     return wanted
+
+
+def check_scores(prompt_tokens: int, logprobs: int) -> None:
+    """Raises ApiError 400 when the log probabilities of a prompt would be too many to come back, or to be written."""
+    if prompt_tokens * (logprobs + 1) > MAX_SCORES:
+        most = MAX_SCORES // (logprobs + 1)
+        message = f"echo with logprobs {logprobs} is served for prompts of up to {most} tokens, this one has {prompt_tokens}"
+        raise invalid("logprobs", f"{message}: lower logprobs or shorten the prompt", "too_many_logprobs")
 
 
 class Fields:
@@ -250,12 +262,16 @@ def _as_boolean(value: Any, name: str) -> bool:
 
 
 def _stop_token_ids(value: Any, name: str) -> tuple[int, ...]:
-    return tuple(as_integer(item, name, 0, MAX_ID) for item in _as_list(value, name))
+    if len(_as_list(value, name)) > MAX_STOP_IDS:
+        raise invalid(name, f"at most {MAX_STOP_IDS} ids")
+    return tuple(as_integer(item, name, 0, MAX_ID) for item in value)
 
 
 def _logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict):
         raise invalid(name, "must be an object", "invalid_type")
+    if len(value) > MAX_BIASES:
+        raise invalid(name, f"at most {MAX_BIASES} ids")
     pairs = []
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_ID):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from wire.messages import Status
 from wire.metrics import valid_snapshot
+from wire.sockets import MAX_MESSAGE_BYTES
 
 ROLES = ("prefill", "decode")
 MAX_WORKERS = 1024
+MAX_CONTEXT = MAX_MESSAGE_BYTES // 8  # a Prefill takes 4 bytes a token
+WORKING_S = 2.5  # a worker whose last step is not longer ago is at work: less than a probe's timeout, more than a long step
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -48,12 +51,18 @@ class Worker:
         self.checked_s = -math.inf  # last time that was tried, by traffic or by a probe
         self.failures = 0  # since it worked
         self.picked = 0
+        self.stepped_s = -math.inf  # last time its report showed that its loop had computed something
+        self._steps: float | None = None  # None: it does not report any
         self.update(status, now_s)
 
     def update(self, status: Status, now_s: float) -> None:
         self.seen_s = now_s
         self.load = {name: value for name, value in status.load.items() if _is_number(value)}
         self.metrics = status.metrics if valid_snapshot(status.metrics) else [{}, {}, {}]
+        steps = self.metrics[0].get("steps")
+        if steps and steps != self._steps:
+            self.stepped_s = now_s
+        self._steps = steps
 
     def number(self, name: str, default: float) -> float:
         return float(self.load.get(name, default))
@@ -61,9 +70,16 @@ class Worker:
     def fits(self, tokens: int) -> bool:
         return tokens <= self.number("max_context", math.inf)
 
-    def wait_s(self, tokens: int) -> float:
-        """Prefill: how long until a prompt of that many tokens would be done, by the measured rate."""
-        return (self.prompt_tokens.total + tokens) / max(self.number("tokens_per_s", 1.0), 1.0)
+    def wait_s(self, tokens: int, fastest: float) -> float:
+        """Prefill: how long until a prompt of that many tokens would be done, by the measured rate. One that is not measured
+        yet counts as fast as the fastest: it has to get work to be measured."""
+        rate = self.number("tokens_per_s", 0.0)
+        return (self.prompt_tokens.total + tokens) / max(rate if rate > 0 else fastest, 1.0)
+
+    def is_avoided(self, avoid: Mapping[Worker, float]) -> bool:
+        """Whether it has failed the request with that list and has not been proven since."""
+        since = avoid.get(self)
+        return since is not None and since >= self.proven_s
 
     def fullness(self, samples: int, tokens: int) -> float:
         """Decode: the fuller of batch and cache if this request came in too; above 1 it would have to wait."""
@@ -77,10 +93,22 @@ class Worker:
         return tokens if isinstance(tokens, int) and tokens > 0 else 256
 
     @property
+    def has_no_slot(self) -> bool:
+        return self.number("running", 0) >= self.number("max_batch", math.inf) or self.number("free_slots", 1) <= 0
+
+    @property
     def is_full(self) -> bool:
         """Whether a new sequence has to wait here; unknown numbers mean no."""
-        batch_full = self.number("running", 0) >= self.number("max_batch", math.inf)
-        return batch_full or self.number("free_slots", 1) <= 0 or self.number("queued", 0) > 0
+        return self.has_no_slot or self.number("queued", 0) > 0
+
+    def is_saturated(self, now_s: float) -> bool:
+        """Whether it is full and gets on with its work, so that it may well leave a small request waiting for seconds.
+
+        What a decode worker has queued says nothing: that may be hand-offs that never arrive.
+        """
+        if self.role == "decode":
+            return self.has_no_slot
+        return self.is_full and (self._steps is None or now_s - self.stepped_s <= WORKING_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +130,7 @@ class Pool:
         self.context_tokens = 0  # the longest prompt + output that some pair can hold
         self.vocab_size = 0
         self.bos_token_id = 0
+        self._fastest = 0.0  # tokens/s of a prefill worker
 
     def workers(self, role: str = "") -> list[Worker]:
         if not role:
@@ -141,27 +170,28 @@ class Pool:
     def changed(self) -> None:
         """Members or their reports have changed: what all requests ask for is worked out once."""
         longest = [max((w.number("max_context", math.inf) for w in self.workers(role)), default=0.0) for role in ROLES]
-        self.context_tokens = int(min(*longest, float(1 << 30)))
+        self.context_tokens = int(min(*longest, float(MAX_CONTEXT)))
         self.vocab_size = self._reported("vocab_size", 1 << 32)
         self.bos_token_id = self._reported("bos_token_id", 0)
+        self._fastest = max((w.number("tokens_per_s", 0.0) for w in self.workers("prefill")), default=0.0)
 
     def _reported(self, name: str, default: int) -> int:
         """A number that all workers agree on."""
         return next((int(worker.load[name]) for worker in self.workers() if name in worker.load), default)
 
-    def choose_prefill(self, tokens: int, avoid: Collection[str]) -> Worker | None:
-        return self._choose("prefill", tokens, avoid, lambda worker: worker.wait_s(tokens))
+    def choose_prefill(self, tokens: int, avoid: Mapping[Worker, float]) -> Worker | None:
+        return self._choose("prefill", tokens, avoid, lambda worker: worker.wait_s(tokens, self._fastest))
 
-    def choose_decode(self, samples: int, prompt: int, output: int, avoid: Collection[str]) -> Worker | None:
+    def choose_decode(self, samples: int, prompt: int, output: int, avoid: Mapping[Worker, float]) -> Worker | None:
         worst = samples * (prompt + output)
         return self._choose("decode", prompt + output, avoid, lambda worker: worker.fullness(samples, worst))
 
-    def _choose(self, role: str, tokens: int, avoid: Collection[str], cost: Callable[[Worker], float]) -> Worker | None:
+    def _choose(self, role: str, tokens: int, avoid: Mapping[Worker, float], cost: Callable[[Worker], float]) -> Worker | None:
         """The cheapest worker; one that just failed or is too small only when there is no other; ties go round."""
         workers = list(self._workers[role].values())
         if len(workers) < 2:
             return workers[0] if workers else None
-        best = min(workers, key=lambda w: (not w.fits(tokens), w.name in avoid, w.failures > 0, cost(w), w.picked))
+        best = min(workers, key=lambda w: (not w.fits(tokens), w.is_avoided(avoid), w.failures > 0, cost(w), w.picked))
         self._clock += 1
         best.picked = self._clock
         return best

@@ -12,10 +12,11 @@ from wire.messages import PromptLogprobs
 
 def is_row(row: Any) -> bool:
     """Whether a row of Tokens has the shape that `wire.messages.Tokens` describes."""
-    if type(row) is not list or len(row) != 7:
+    if type(row) is not list or len(row) != 8:
         return False
-    rid, attempt, index, ids, finish, logprobs, tops = row
-    if not (type(rid) is int and type(attempt) is int and type(index) is int and type(ids) is list):
+    rid, attempt, index, first, ids, finish, logprobs, tops = row
+    numbers = type(rid) is int and type(attempt) is int and type(index) is int and type(first) is int
+    if not numbers or type(ids) is not list:
         return False
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < 1 << 32:

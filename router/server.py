@@ -20,7 +20,7 @@ from router.errors import unavailable
 from router.health import Health
 from router.text import Tokenizer
 from wire.metrics import Metrics
-from wire.sockets import Inbox, Outbox
+from wire.sockets import Inbox, Outbox, open_context
 
 _HTTP_LOG = logging.getLogger("pdserve.http")
 _HTTP_LOG.setLevel(logging.CRITICAL)  # aiohttp logs a traceback for every malformed request: anybody could fill the disk
@@ -37,7 +37,7 @@ class Router:
         self.tokenizer = Tokenizer(path) if path is not None else None
         self.config = config
         self.metrics = Metrics()
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context = open_context()
         try:
             self.inbox = Inbox(self._context, config.inbox_host, config.inbox_port, config.advertise)
         except zmq.ZMQError:

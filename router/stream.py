@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
+_OK_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -45,12 +46,20 @@ class Reply(web.StreamResponse):
             raise ConnectionResetError("the client is gone")
         self._alive = self._alive and request.keep_alive
         body = self._text.encode()
-        lines = [_status_line(self.status), f"Content-Type: {self._type}", f"Content-Length: {len(body)}"]
+        head = _OK_HEAD % len(body) if self._is_plain(request) else self._head(request, len(body))
+        transport.write(head if request.method == "HEAD" else head + body)
+
+    def _is_plain(self, request: web.BaseRequest) -> bool:
+        """Nearly every reply: its head is always the same, but for the length."""
+        usual = self.status == 200 and self._type == "application/json" and not self._extra
+        return usual and self._alive and request.version >= HttpVersion11
+
+    def _head(self, request: web.BaseRequest, length: int) -> bytes:
+        lines = [_status_line(self.status), f"Content-Type: {self._type}", f"Content-Length: {length}"]
         lines += [f"{name}: {value}" for name, value in self._extra.items()]
         if not self._alive or request.version < HttpVersion11:
             lines.append(f"Connection: {'keep-alive' if self._alive else 'close'}")
-        head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
-        transport.write(head if request.method == "HEAD" else head + body)
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
     async def write_eof(self, data: bytes = b"") -> None:
         return None
@@ -74,7 +83,11 @@ class EventStream:
         self.overflowed = False
 
     def send(self, *events: str) -> None:
-        if self.overflowed:
+        if self._transport.is_closing():  # the client has gone, and its handler is about to be told
+            return
+        if self._transport.get_write_buffer_size() > self._limit_bytes:  # before this event: one may be larger by itself
+            self.overflowed = True
+            self._transport.abort()  # aiohttp then cancels the handler, which drops the request
             return
         text = "".join(events)
         data = f"{len(text):x}\r\n{text}\r\n".encode("ascii") if self._chunked else text.encode("ascii")
@@ -82,12 +95,9 @@ class EventStream:
             self.started = True
             data = self._head() + data
         self._transport.write(data)
-        if self._transport.get_write_buffer_size() > self._limit_bytes:
-            self.overflowed = True
-            self._transport.abort()  # aiohttp then cancels the handler, which drops the request
 
     def end(self) -> None:
-        if self._chunked:
+        if self._chunked and not self._transport.is_closing():
             self._transport.write(_LAST_CHUNK)
 
     def _head(self) -> bytes:

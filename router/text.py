@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class Tokenizer:
         for symbols, token_id in vocabulary.items():
             pieces[token_id] = _piece(symbols)
         self.shown = Table(pieces)
+        # A token stands for at most that much of a text; infinite when the tokenizer may drop parts of it.
+        self.longest_bytes: float = max(map(len, pieces)) if _keeps_all(spec, vocabulary) else math.inf
         self.skipped = Table([b"" if i in self.special else piece for i, piece in enumerate(pieces)])
 
     def encode(self, text: str) -> list[int]:
@@ -142,6 +145,14 @@ class StopStrings:
             if any(stop.startswith(suffix) for stop in self._stops):
                 return length
         return 0
+
+
+def _keeps_all(spec: dict[str, Any], vocabulary: dict[str, int]) -> bool:
+    """Whether every byte of a text is in some token: nothing normalises, strips, removes or truncates, no byte is unknown."""
+    steps = (spec.get("normalizer") or {"normalizers": []}).get("normalizers")
+    strips = any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
+    plain = steps == [] and not strips and not spec.get("truncation")
+    return plain and '"Removed"' not in json.dumps(spec.get("pre_tokenizer")) and vocabulary.keys() >= _BYTES.keys()
 
 
 def _whole_characters(piece: bytes) -> str | None:

@@ -132,7 +132,7 @@ class ScriptedPrefill(ScriptedWorker):
         key = message.rid, message.attempt
         if self.fail:
             cause, retryable = self.fail.pop(0)
-            self.send(message.router_inbox, Failed(*key, ALL_SAMPLES, cause, f"scripted {cause}", retryable))
+            self.send(message.router_inbox, Failed(*key, ALL_SAMPLES, cause, f"scripted {cause}", retryable, "prefill"))
             return
         if message.sampling.prompt_logprobs >= 0:
             self.send(message.router_inbox, prompt_logprobs(message))
@@ -215,17 +215,17 @@ class ScriptedDecode(ScriptedWorker):
             if sequence.generated == self.retract_at:
                 self.retract_at = -1
                 del self.running[key]
-                self.send(sequence.offer.router_inbox, Failed(*key[:2], key[2], "retracted", "no pages", True))
+                self.send(sequence.offer.router_inbox, Failed(*key[:2], key[2], "retracted", "no pages", True, "decode"))
                 continue
             row = self._row(key, sequence)
             rows.setdefault(sequence.offer.router_inbox, []).append(row)
-            if row[4]:
+            if row[5]:
                 del self.running[key]
         for inbox, batch in rows.items():
-            self.send(inbox, Tokens(batch))
+            self.send(inbox, Tokens(self.name, batch))
 
     def _row(self, key: tuple[int, int, int], sequence: Sequence_) -> list[Any]:
-        sampling, ids, finish = sequence.offer.sampling, [], ""
+        sampling, first, ids, finish = sequence.offer.sampling, sequence.generated, [], ""
         for _ in range(self.script.burst):
             if sequence.generated == self.script.eos_after and not sampling.ignore_eos:
                 ids.append(1)
@@ -237,9 +237,9 @@ class ScriptedDecode(ScriptedWorker):
             if finish:
                 break
         if sampling.logprobs < 0:
-            return [*key, ids, finish, None, None]
+            return [*key, first, ids, finish, None, None]
         tops = [[[token_id + i, -0.5 - i] for i in range(sampling.logprobs)] for token_id in ids]
-        return [*key, ids, finish, [-0.5] * len(ids), tops]
+        return [*key, first, ids, finish, [-0.5] * len(ids), tops]
 
     async def _tick(self) -> None:
         while True:

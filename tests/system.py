@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests/data/golden"
 TINY = str(GOLDEN / "tiny-bf16/model")
 TOKENIZER = str(ROOT / "tests/data/tokenizer")
+DEVICE = os.environ.get("PDSERVE_TEST_DEVICE", "cpu")  # "cuda" runs the same tests on a GPU
 
 Result = TypeVar("Result")
 
@@ -27,7 +29,7 @@ Result = TypeVar("Result")
 @contextmanager
 def running(model: str = TINY, *, prefill: int = 1, decode: int = 1, **arguments: str) -> Iterator[Server]:
     """A served `model` on a free port; `arguments` are LocalConfig's (router_args, prefill_args, decode_args)."""
-    system = System(LocalConfig(model=model, port=0, prefill=prefill, decode=decode, timeout_s=120, **arguments))
+    system = System(LocalConfig(model=model, port=0, prefill=prefill, decode=decode, device=DEVICE, timeout_s=120, **arguments))
     try:
         yield Server(system.start(), system)
     finally:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from tests import golden
 from tests.system import ROOT, TINY, TOKENIZER, Server, running
 
 
@@ -28,6 +30,15 @@ def client(command: list[str], cwd: Path, timeout_s: float = 240) -> str:
     done = subprocess.run(program, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"{command[0]} failed:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     return done.stdout
+
+
+def score(context: str, continuation: str) -> float:
+    """log p(continuation | context) of the tiny model, computed in this process."""
+    tokenizer = Tokenizer.from_file(str(Path(TOKENIZER, "tokenizer.json")))
+    prefix = tokenizer.encode(context, add_special_tokens=False).ids
+    ids = tokenizer.encode(context + continuation, add_special_tokens=False).ids
+    logprobs = golden.logits_in_chunks(golden.runner("tiny-bf16"), ids, [len(ids)]).log_softmax(-1)
+    return sum(float(logprobs[at - 1, ids[at]]) for at in range(len(prefix), len(ids)))
 
 
 def test_openai(server: Server, tmp_path: Path) -> None:
@@ -64,11 +75,17 @@ def test_lm_eval(server: Server, tmp_path: Path) -> None:
         "num_concurrent=2,max_retries=1,tokenized_requests=True"
     )
     command = ["lm_eval", "run", "--model", "local-completions", "--model_args", arguments, "--include_path", "."]
-    command += ["--tasks", "tiny_choice,tiny_generate", "--batch_size", "2", "--output_path", "out"]
+    command += ["--tasks", "tiny_choice,tiny_generate", "--batch_size", "2", "--output_path", "out", "--log_samples"]
     client(command, tmp_path)
     results = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
-    assert 0 <= results["tiny_choice"]["acc,none"] <= 1
     assert "exact_match,none" in results["tiny_generate"]
+    samples = next((tmp_path / "out").rglob("samples_tiny_choice_*.jsonl")).read_text().splitlines()
+    assert len(samples) == len(documents)
+    for line in samples:
+        sample = json.loads(line)
+        scores = [float(response[0][0]) for response in sample["resps"]]
+        context = f"{sample['doc']['question']} is"
+        assert scores == pytest.approx([score(context, f" {choice}") for choice in sample["doc"]["choices"]], abs=1e-3)
     server.wait_idle(2)
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from router.config import RouterConfig
-from router.dispatch import Dispatcher, Request
+from router.dispatch import Dispatcher
 from router.errors import ApiError
 from router.health import Health
 from router.pool import Ledger
+from router.request import Request
+from router.strays import LIMIT as strays_limit
+from router.strays import Strays
 from wire.messages import (
     ALL_SAMPLES,
     Abort,
@@ -87,8 +92,8 @@ class Bench:
         )
 
     def join(self, role: str, name: str, state: str = "serving", inbox: str = "", **load: Any) -> None:
-        identity = load.pop("identity", IDENTITY)
-        status = Status(role, name, state, inbox or f"tcp://{name}", identity, LOAD | load, [{}, {}, {}])
+        identity, metrics = load.pop("identity", IDENTITY), load.pop("metrics", [{}, {}, {}])
+        status = Status(role, name, state, inbox or f"tcp://{name}", identity, LOAD | load, metrics)
         self.dispatcher.handle(status)
 
     def pair(self) -> None:
@@ -102,11 +107,40 @@ class Bench:
         self.dispatcher.submit(request)
         return request, heard
 
-    def rows(self, request: Request, attempt: int, ids: list[int], finish: str = "", sample: int = 0) -> None:
-        self.dispatcher.handle(Tokens([[request.rid, attempt, sample, ids, finish, None, None]]))
+    def wait(self, seconds: float, silent: Collection[str] = ()) -> None:
+        """Time goes by as it does in a router that runs: with sweeps, and heartbeats of all workers but the silent ones."""
+        end = self.now + seconds
+        while self.now < end - 1e-9:
+            self.now = min(self.now + 0.25, end)
+            for worker in self.dispatcher.pool.workers():
+                if worker.name not in silent:
+                    worker.seen_s = self.now
+            self.dispatcher.sweep()
 
-    def fail(self, request: Request, attempt: int, cause: str, sample: int = ALL_SAMPLES, retryable: bool = True) -> None:
-        self.dispatcher.handle(Failed(request.rid, attempt, sample, cause, f"it was {cause}", retryable))
+    def rows(
+        self,
+        request: Request,
+        attempt: int,
+        ids: list[int],
+        finish: str = "",
+        sample: int = 0,
+        first: int = -1,
+        worker: str = "d0",
+    ) -> None:
+        """A row of Tokens that goes on where the sample is, unless `first` says otherwise."""
+        first = len(request.samples[sample].ids) if first < 0 else first
+        self.dispatcher.handle(Tokens(worker, [[request.rid, attempt, sample, first, ids, finish, None, None]]))
+
+    def fail(
+        self,
+        request: Request,
+        attempt: int,
+        cause: str,
+        sample: int = ALL_SAMPLES,
+        retryable: bool = True,
+        role: str = "decode",
+    ) -> None:
+        self.dispatcher.handle(Failed(request.rid, attempt, sample, cause, f"it was {cause}", retryable, role))
 
     def prefills(self) -> list[tuple[str, Prefill]]:
         return self.outbox.of(Prefill)
@@ -157,6 +191,18 @@ def test_prefill_goes_to_the_worker_that_is_done_soonest() -> None:
         bench.submit(prompt=[5] * 100)
     counts = [address for address, _ in bench.prefills()]
     assert counts.count("tcp://fast") == 10 and counts.count("tcp://slow") == 1
+
+
+def test_a_prefill_worker_that_is_not_measured_yet_gets_its_share() -> None:
+    bench = Bench()
+    bench.join("decode", "d0")
+    bench.join("prefill", "old", tokens_per_s=41_300.0)
+    bench.join("prefill", "slower", tokens_per_s=20_650.0)
+    bench.join("prefill", "new", tokens_per_s=0.0)
+    for _ in range(50):
+        bench.submit(prompt=[5] * 900)
+    counts = [address for address, _ in bench.prefills()]
+    assert [counts.count(f"tcp://{name}") for name in ("old", "slower", "new")] == [20, 10, 20]
 
 
 def test_decode_is_chosen_by_sequences_and_free_pages() -> None:
@@ -224,7 +270,7 @@ def test_a_retracted_sample_goes_on_from_its_tokens_under_a_new_attempt() -> Non
     assert heard.ids == {0: [1, 2, 3], 1: [8]} and bench.is_empty()
 
 
-@pytest.mark.parametrize("cause", ["transfer", "timeout", "internal"])
+@pytest.mark.parametrize("cause", ["transfer", "internal"])
 def test_a_failure_is_retried_elsewhere_and_only_so_often(cause: str) -> None:
     bench = Bench(max_attempts=3)
     for name in "012":
@@ -234,10 +280,321 @@ def test_a_failure_is_retried_elsewhere_and_only_so_often(cause: str) -> None:
     for attempt in range(3):
         bench.fail(request, attempt, cause)
     assert [message.attempt for _, message in bench.prefills()] == [0, 1, 2]
-    assert len({address for address, _ in bench.prefills()}) == 3
+    assert len({address for address, _ in bench.prefills()}) == 3  # an internal failure was decode's: prefill goes round
     assert len({message.decode_inbox for _, message in bench.prefills()}) == 3
     assert heard.error is not None and heard.error.status == 500 and f"it was {cause}" in heard.error.message
     assert bench.is_empty()
+
+
+# ---- tokens that are lost, or come for nobody ----
+
+
+@pytest.mark.parametrize(("first", "had"), [(4, [1, 2]), (1, [1, 2]), (3, [])])
+def test_a_lost_message_never_leaves_a_hole_in_the_text(first: int, had: list[int]) -> None:
+    bench = Bench(max_attempts=2)
+    bench.pair()
+    request, heard = bench.submit(n=2)
+    if had:
+        bench.rows(request, 0, had)
+    bench.rows(request, 0, [9], first=first)
+    assert heard.ids.get(0, []) == had and bench.metrics.count("gaps") == 1
+    assert bench.outbox.of(Abort) == [("tcp://d0", Abort(request.rid, 0, 0))]
+    message = bench.prefills()[-1][1]
+    assert (message.attempt, message.samples, unpack_ids(message.tokens)) == (1, (0,), [5, 6, 7, *had])
+    bench.rows(request, 0, [9])  # what else the old attempt says
+    bench.rows(request, 1, [3])
+    bench.rows(request, 0, [4], "stop", sample=1)  # the other sample stays where it is
+    assert heard.ids == {0: [*had, 3], 1: [4]} and not request.closed
+    bench.rows(request, 1, [9], first=9)  # it counts as a failed try
+    assert heard.error is not None and heard.error.code == "tokens_lost" and bench.is_empty()
+
+
+def test_a_listener_that_raises_costs_only_its_own_request() -> None:
+    bench = Bench()
+    bench.pair()
+    (bad, bad_heard), (good, heard) = bench.submit(), bench.submit()
+
+    bad_heard.stop_at = None  # type: ignore[assignment]
+    bad_heard.ids = None  # type: ignore[assignment]
+    rows = [[request.rid, 0, 0, 0, [3], "", None, None] for request in (bad, good)]
+    bench.dispatcher.handle(Tokens("d0", rows))
+    assert heard.ids == {0: [3]} and bad.closed and bad_heard.error is not None and bad_heard.error.status == 500
+    assert ("tcp://d0", Abort(bad.rid, 0)) in bench.outbox.sent
+
+
+def test_a_worker_that_was_taken_for_dead_is_told_to_stop() -> None:
+    bench = Bench()
+    bench.pair()
+    bench.join("decode", "d1")
+    request, heard = bench.submit()
+    bench.rows(request, 0, [7])
+    bench.wait(3.5, silent=["d0"])
+    bench.outbox.sent.clear()
+    bench.rows(request, 0, [8], first=1)  # it is back, its Status is not yet: there is no telling it
+    assert not bench.outbox.sent
+    bench.join("decode", "d0")
+    for first in range(2, 100):
+        bench.rows(request, 0, [8], first=first)
+    assert bench.outbox.of(Abort) == [("tcp://d0", Abort(request.rid, 0))]
+    bench.wait(1.1)
+    bench.rows(request, 0, [8], first=100)  # the word was lost: it is said again
+    assert len(bench.outbox.of(Abort)) == 2
+    bench.rows(request, 1, [9], "stop", worker="d1")
+    assert heard.ids == {0: [7, 9]} and bench.is_empty()
+
+
+def test_what_a_router_before_this_one_asked_for_is_stopped() -> None:
+    bench = Bench()
+    bench.pair()
+    bench.dispatcher.handle(Tokens("d0", [[5, 3, 1, 200, [7], "", None, None], [6, 0, 0, 9, [7], "stop", None, None]]))
+    assert bench.outbox.of(Abort) == [("tcp://d0", Abort(5, 3))]  # the other is over anyway
+    request, _ = bench.submit(n=2)
+    bench.rows(request, 0, [1], "stop")
+    bench.rows(request, 0, [2], first=1)  # a sample that ended by the router's word only
+    assert bench.outbox.of(Abort)[-1] == ("tcp://d0", Abort(request.rid, 0, 0))
+
+
+def test_strays_are_remembered_up_to_a_limit() -> None:
+    strays = Strays()
+    assert all(strays.is_due((rid, 0, -1), 5.0) for rid in range(2 * strays_limit))
+    assert not strays.is_due((2 * strays_limit - 1, 0, -1), 5.5) and strays.is_due((0, 0, -1), 5.5)
+    assert len(strays._told) == strays_limit
+
+
+# ---- whose fault ----
+
+
+def failures(bench: Bench) -> dict[str, int]:
+    return {worker.name: worker.failures for worker in bench.dispatcher.pool.workers()}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_internal_failure_is_charged_to_the_worker_that_says_it(role: str) -> None:
+    bench = Bench()
+    for name in "01":
+        bench.join("prefill", f"p{name}")
+        bench.join("decode", f"d{name}")
+    request, _ = bench.submit()
+    bench.fail(request, 0, "internal", role=role)
+    bad = {"prefill": "p0", "decode": "d0"}[role]
+    assert failures(bench) == {name: int(name == bad) for name in ("p0", "p1", "d0", "d1")}
+    assert bench.prefills()[-1][0 if role == "prefill" else 1] != bench.prefills()[0][0 if role == "prefill" else 1]
+    other, _ = bench.submit()
+    bench.rows(other, 0, [1], "stop")
+    bench.dispatcher.pool.find(role, bad).proven_s = bench.now + 1  # type: ignore[union-attr]
+    bench.fail(request, 1, "internal", role="other")  # a role that is none charges nobody
+    assert sum(failures(bench).values()) <= 1
+    address, message = bench.prefills()[-1]
+    assert f"tcp://{bad}" not in (address, message.decode_inbox)  # this request still goes elsewhere
+
+
+def test_a_broken_hand_off_is_not_held_against_a_worker_that_works_with_others() -> None:
+    bench = Bench()
+    bench.join("prefill", "p0")
+    bench.join("decode", "d0")
+    bench.join("decode", "d1")
+    (first, _), (second, _) = bench.submit(), bench.submit()
+    bench.now += 0.1
+    bench.rows(second, 0, [1], worker="d1")
+    bench.fail(first, 0, "transfer")
+    assert failures(bench) == {"p0": 0, "d0": 1, "d1": 0}
+    bench.fail(first, 1, "transfer")  # on d1, which has not worked since that try was sent; nor has p0
+    assert failures(bench) == {"p0": 1, "d0": 1, "d1": 1}
+    bench.rows(second, 0, [1], "stop", worker="d1")
+    third, _ = bench.submit()
+    bench.now += 0.1
+    bench.rows(third, 0, [1], "stop", worker=bench.prefills()[-1][1].decode_inbox[6:])
+    assert failures(bench)["p0"] == 0
+
+
+@pytest.mark.parametrize("cause", ["timeout", "retracted"])
+def test_time_and_room_are_nobodys_fault(cause: str) -> None:
+    bench = Bench(request_timeout_s=5.0)
+    bench.pair()
+    request, heard = bench.submit()
+    bench.fail(request, 0, cause, retryable=cause == "retracted")
+    assert failures(bench) == {"p0": 0, "d0": 0} and not request.avoid
+    if cause == "timeout":
+        assert heard.error is not None and heard.error.status == 504 and "it was timeout" in heard.error.message
+        assert bench.metrics.count("requests_timed_out") == 1 and len(bench.prefills()) == 1
+    else:
+        assert heard.error is None
+
+
+def test_workers_give_up_after_the_router_does() -> None:
+    bench = Bench(request_timeout_s=5.0)
+    bench.pair()
+    bench.submit()
+    assert 5.0 < bench.prefills()[0][1].timeout_s < 7.0
+
+
+# ---- probes ----
+
+
+class Probing(Bench):
+    """With health on top. `broken` decode workers take everything and answer nothing; for clients they fail at once."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.health = Health(self.dispatcher._config, self.dispatcher, lambda: self.now)
+        self.broken: set[str] = set()
+        self.traffic: list[tuple[str, str]] = []  # (prefill, decode) of clients' requests
+        self._seen = 0
+
+    def turn(self, seconds: float, client_every_s: float = math.inf) -> None:
+        next_client = self.now
+        end = self.now + seconds
+        while self.now < end:
+            self.wait(0.05)
+            self.health.tick()
+            if self.now >= next_client and client_every_s < math.inf:
+                next_client += client_every_s
+                self.submit()
+            self._answer()
+
+    def _answer(self) -> None:
+        while self._seen < len(self.prefills()):
+            address, message = self.prefills()[self._seen]
+            self._seen += 1
+            prefill, decode = address[6:], message.decode_inbox[6:]
+            if message.sampling.max_tokens > 1:
+                self.traffic.append((prefill, decode))
+            if decode not in self.broken:
+                row = [message.rid, message.attempt, 0, 0, [7], "length", None, None]
+                self.dispatcher.handle(Tokens(decode, [row]))
+            elif message.sampling.max_tokens > 1:
+                failed = Failed(message.rid, message.attempt, ALL_SAMPLES, "transfer", "x", True, "decode")
+                self.dispatcher.handle(failed)
+
+
+@pytest.mark.parametrize("client_every_s", [1.0, math.inf])
+def test_a_bad_decode_worker_does_not_take_good_prefill_workers_with_it(client_every_s: float) -> None:
+    bench = Probing()
+    for name in ("p0", "p1"):
+        bench.join("prefill", name)
+    for name in ("d0", "d1"):
+        bench.join("decode", name)
+    bench.broken = {"d1"}
+    bench.turn(20, client_every_s)
+    bench.traffic.clear()
+    for _ in range(40):
+        bench.turn(1, client_every_s)
+        assert {name for name, count in failures(bench).items() if count} == {"d1"}
+    assert not bench.health.reason()
+    if bench.traffic:
+        assert {decode for _, decode in bench.traffic} == {"d0"}
+        assert all(sum(prefill == name for prefill, _ in bench.traffic) >= 15 for name in ("p0", "p1"))
+    bench.broken.clear()
+    bench.turn(6)
+    assert not any(failures(bench).values())
+    assert bench.metrics.count("probes_failed") > 0
+    assert bench.metrics.count("requests_failed") == bench.metrics.count("requests_timed_out") == 0
+
+
+@pytest.mark.parametrize("how", ["silence", "transfer"])
+def test_a_probe_that_fails_is_held_against_the_worker_that_was_to_be_proven(how: str) -> None:
+    bench = Probing(probe_every_s=30.0)
+    bench.pair()
+    bench.turn(1)
+    bench.broken = {"d1"}
+    bench.join("decode", "d1")
+    [probe] = bench.health.probes.values()
+    if how == "silence":
+        bench.turn(4.2)
+    else:
+        assert probe.request is not None
+        bench.fail(probe.request, 0, "transfer")
+    assert failures(bench) == {"p0": 0, "d0": 0, "d1": 1} and bench.metrics.count("probes_failed") == 1
+
+
+def test_a_probe_ends_in_its_own_time_whatever_else_is_in_flight() -> None:
+    bench = Probing()
+    bench.broken = {"d0"}
+    old, heard = bench.submit()  # waits for its workers
+    bench.pair()
+    [probe] = bench.health.probes.values()
+    bench.rows(old, 0, [7])
+    bench._seen = 2
+    bench.turn(3.8)
+    assert bench.metrics.count("probes_failed") == 0
+    bench.turn(0.4)
+    assert probe.request is not None and probe.request.closed and bench.metrics.count("probes_failed") == 1
+    assert heard.error is None and not old.closed
+
+
+def test_a_probe_that_waits_at_a_saturated_worker_is_held_against_nobody() -> None:
+    bench = Probing()
+    bench.pair()
+    bench.turn(1)
+    bench.broken = {"d0"}  # nothing new gets through
+    request, _ = bench.submit(prompt=[5] * 900)
+    bench.rows(request, 0, [7])
+    bench._seen = len(bench.prefills())
+    for _ in range(30):
+        bench.join("prefill", "p0", queued=9, free_pages=0)
+        bench.join("decode", "d0", running=3)
+        bench.rows(request, 0, [7])
+        bench.turn(0.5)
+        assert failures(bench) == {"p0": 0, "d0": 0}
+    assert bench.metrics.count("probes_failed") and not bench.health.reason()
+    bench.join("prefill", "p0", queued=0, free_pages=9)  # it has room now: silence means something again
+    bench.turn(10)
+    assert any(failures(bench).values()) and "no hand-off" in bench.health.reason()
+
+
+def test_a_prefill_pool_full_of_long_prompts_is_healthy_while_it_computes() -> None:
+    bench = Probing()
+    bench.pair()
+    bench.turn(1)
+    bench.broken = {"d0"}
+    for step in range(40):
+        bench.join("prefill", "p0", queued=9, metrics=[{"steps": step + 1}, {}, {}])
+        bench.turn(0.5)
+        assert not bench.health.reason() and not any(failures(bench).values())
+    for _ in range(40):  # no step any more, although it says that it lives
+        bench.join("prefill", "p0", queued=9, metrics=[{"steps": 40}, {}, {}])
+        bench.turn(0.5)
+    assert "no hand-off" in bench.health.reason()
+
+
+def test_rows_that_nobody_waits_for_prove_nothing() -> None:
+    bench = Probing()
+    bench.pair()
+    bench.turn(1)
+    bench.broken = {"d0"}
+    for _ in range(30):
+        bench.join("decode", "d0", queued=1)
+        bench.dispatcher.handle(Tokens("d0", []))
+        bench.dispatcher.handle(Tokens("d0", [[1, 2, 3, 4, [5], "", None, None], "junk"]))
+        bench.turn(0.5)
+    assert "no hand-off" in bench.health.reason()
+
+
+def test_a_pool_that_has_never_served_is_not_just_busy() -> None:
+    bench = Probing()
+    bench.broken = {"d0"}
+    bench.pair()
+    for step in range(10):
+        bench.join("prefill", "p0", queued=9, metrics=[{"steps": step + 1}, {}, {}])
+        bench.turn(0.5)
+    assert "no request has been served yet" in bench.health.reason()
+
+
+def test_a_router_that_stood_still_takes_nobody_for_dead() -> None:
+    bench = Bench(dead_after_s=3)
+    bench.pair()
+    request, _ = bench.submit()
+    bench.wait(1, silent=["d0"])
+    bench.now += 3.6  # nothing ran, so nothing was heard
+    bench.dispatcher.sweep()
+    assert bench.metrics.count("workers_lost") == 0 and len(bench.dispatcher.pool.workers()) == 2 and not request.closed
+    bench.wait(1.5, silent=["d0"])
+    assert bench.metrics.count("workers_lost") == 0
+    bench.wait(1, silent=["d0"])  # but its silence before and after the stall counts
+    assert bench.metrics.count("workers_lost") == 1
+
+
+# ---- ends ----
 
 
 def test_refused_is_the_clients_fault_and_not_retryable_is_final() -> None:
@@ -258,11 +615,10 @@ def test_a_silent_decode_worker_is_routed_around_in_mid_stream() -> None:
     request, heard = bench.submit(n=3)
     bench.rows(request, 0, [1], sample=0)
     bench.rows(request, 0, [2], "length", sample=1)
-    bench.now += 2
+    bench.wait(2, silent=["d0"])
     bench.join("decode", "d1")
-    bench.join("prefill", "p0")
-    bench.now += 1.5
-    bench.dispatcher.sweep()
+    bench.wait(1.5, silent=["d0"])
+    assert bench.metrics.count("workers_lost") == 1
     assert ("tcp://d0", "forgotten") in bench.outbox.sent and ("tcp://p0", Abort(request.rid, 0)) in bench.outbox.sent
     retries = [message for _, message in bench.prefills()[1:]]
     assert [(m.samples, unpack_ids(m.tokens), m.decode_inbox) for m in retries] == [
@@ -296,17 +652,13 @@ def test_an_accepted_request_waits_a_while_for_a_worker_to_come_back() -> None:
     request, heard = bench.submit()
     bench.join("decode", "d0", state="gone")
     other, unlucky = bench.submit()
-    bench.now += 2
-    bench.join("prefill", "p0")
-    bench.dispatcher.sweep()
-    assert heard.error is None
+    bench.wait(2)
+    assert heard.error is None and bench.metrics.count("workers_lost") == 0 and bench.metrics.count("workers_left") == 1
     bench.join("decode", "d0", inbox="tcp://d0-again")
     assert [m.decode_inbox for _, m in bench.prefills()[-2:]] == ["tcp://d0-again"] * 2
     bench.dispatcher.cancel(request)
     bench.join("decode", "d0", state="gone", inbox="tcp://d0-again")
-    bench.now += 5.1
-    bench.join("prefill", "p0")
-    bench.dispatcher.sweep()
+    bench.wait(5.1)
     assert unlucky.error is not None and unlucky.error.status == 503 and "no live decode" in unlucky.error.message
     assert bench.is_empty() and other.closed
 
@@ -354,10 +706,7 @@ def test_deadlines_end_requests() -> None:
     bench = Bench(request_timeout_s=10)
     bench.pair()
     _, heard = bench.submit()
-    bench.now += 10.1
-    bench.join("prefill", "p0")
-    bench.join("decode", "d0")
-    bench.dispatcher.sweep()
+    bench.wait(10.1)
     assert heard.error is not None and heard.error.status == 504 and len(bench.outbox.of(Abort)) == 2 and bench.is_empty()
 
 
@@ -373,24 +722,66 @@ def test_prompt_logprobs_come_once_and_are_waited_for() -> None:
     assert heard.prompt is not None and bench.is_empty()
 
 
+@pytest.mark.parametrize("how", ["failed", "lost"])
+def test_scores_that_do_not_come_are_computed_once_more_and_only_so_often(how: str) -> None:
+    bench = Bench(max_attempts=3)
+    bench.pair()
+    request, heard = bench.submit(n=2, prompt_logprobs=1)
+    bench.rows(request, 0, [1], "length")
+    bench.rows(request, 0, [2], "length", sample=1)
+    for attempt in range(2):
+        assert not request.closed
+        if how == "failed":
+            bench.fail(request, attempt, "internal", role="prefill")
+        else:
+            bench.join("prefill", f"p{attempt}", state="gone")
+            bench.join("prefill", f"p{attempt + 1}")
+        message = bench.prefills()[-1][1]
+        assert (message.attempt, message.samples, message.sampling.prompt_logprobs) == (attempt + 1, (0,), 1)
+        assert unpack_ids(message.tokens) == [5, 6, 7]
+        bench.rows(request, attempt + 1, [1], first=0)  # its tokens are here already
+    assert heard.ids == {0: [1], 1: [2]}
+    if how == "failed":
+        bench.fail(request, 2, "internal", role="prefill")
+        assert heard.error is not None and heard.error.status == 500
+    else:
+        bench.dispatcher.handle(PromptLogprobs(request.rid, 2, 1, b"\0" * 8, b"\0" * 8, b"\0" * 8))
+        assert heard.prompt is not None and heard.error is None
+    assert request.closed and bench.is_empty()
+
+
+def test_prompt_tokens_in_flight_are_bounded() -> None:
+    bench = Bench(max_prompt_tokens=10)
+    bench.pair()
+    request, _ = bench.submit(prompt=[5] * 7)
+    bench.dispatcher.check_room(1, 3)
+    with pytest.raises(ApiError, match="7 prompt tokens are in flight") as caught:
+        bench.dispatcher.check_room(1, 4)
+    assert caught.value.status == 429
+    bench.dispatcher.cancel(request)
+    bench.dispatcher.check_room(1, 10)
+
+
 JUNK_ROWS: list[Any] = [
     None,
     [],
-    [1] * 7,
-    ["a", 0, 0, [1], "", None, None],
-    ["RID", 0, 0, 5, "", None, None],
-    ["RID", 0, 0, [-1], "", None, None],
-    ["RID", 0, 0, [1.5], "", None, None],
-    ["RID", 0, 0, [True], "", None, None],
-    ["RID", 0, 0, [1 << 40], "", None, None],
-    ["RID", 0, 0, [1], "tired", None, None],
-    ["RID", 0, 0, [1], ["stop"], None, None],
-    ["RID", 0, 0, [1], "", [], None],
-    ["RID", 0, 0, [1], "", ["x"], None],
-    ["RID", 0, 0, [1], "", [0.5], [[["x", 1.0]]]],
-    ["RID", 0, 0, [1], "", [0.5], [3]],
-    ["RID", 0, 0, [1], "", None, [[]]],
-    ["RID", 0, [], [1], "", None, None],
+    [1] * 8,
+    ["a", 0, 0, 0, [1], "", None, None],
+    ["RID", 0, 0, 0, 5, "", None, None],
+    ["RID", 0, 0, 0, [-1], "", None, None],
+    ["RID", 0, 0, 0, [1.5], "", None, None],
+    ["RID", 0, 0, 0, [True], "", None, None],
+    ["RID", 0, 0, 0, [1 << 40], "", None, None],
+    ["RID", 0, 0, 0, [1], "tired", None, None],
+    ["RID", 0, 0, 0, [1], ["stop"], None, None],
+    ["RID", 0, 0, 0, [1], "", [], None],
+    ["RID", 0, 0, 0, [1], "", ["x"], None],
+    ["RID", 0, 0, 0, [1], "", [0.5], [[["x", 1.0]]]],
+    ["RID", 0, 0, 0, [1], "", [0.5], [3]],
+    ["RID", 0, 0, 0, [1], "", None, [[]]],
+    ["RID", 0, [], 0, [1], "", None, None],
+    ["RID", 0, 0, None, [1], "", None, None],
+    ["RID", 0, 0, [1], "", None, None],
 ]
 
 
@@ -399,7 +790,9 @@ def test_malformed_rows_are_counted_and_the_rest_of_their_message_still_counts()
     bench.pair()
     request, heard = bench.submit()
     rows = [[request.rid, *row[1:]] if row and row[0] == "RID" else row for row in JUNK_ROWS]
-    bench.dispatcher.handle(Tokens([*rows, [request.rid, 0, 0, [3], "", None, None], [request.rid, 0, 9, [3], "", None, None]]))
+    bench.dispatcher.handle(
+        Tokens("d0", [*rows, [request.rid, 0, 0, 0, [3], "", None, None], [request.rid, 0, 9, 0, [3], "", None, None]])
+    )
     assert heard.ids == {0: [3]}
     assert bench.metrics.count("rows_malformed") == len(JUNK_ROWS) and bench.metrics.count("rows_stale") == 1
 
@@ -412,7 +805,7 @@ def test_messages_that_make_no_sense_here_are_counted() -> None:
         status = Status("prefill", "p", "serving", "tcp://x", {}, {}, [])
         bench.dispatcher.handle(replace(status, **change))  # type: ignore[arg-type]
     assert bench.metrics.count("messages_unexpected") == 6
-    bench.dispatcher.handle(Failed(1, 2, 3, "transfer", "x", True))
+    bench.dispatcher.handle(Failed(1, 2, 3, "transfer", "x", True, "decode"))
     bench.dispatcher.handle(PromptLogprobs(1, 2, 3, b"", b"", b""))
     bench.dispatcher.handle(Status("prefill", "p", "serving", "tcp://x", {}, {"max_batch": "many", "tokens_per_s": -1}, [1]))
     bench.join("decode", "d", identity={})

@@ -20,10 +20,10 @@ import zmq
 from tests.system import ROOT, TINY, Server, running
 
 
-def launch(*flags: str) -> subprocess.Popen[str]:
+def launch(*flags: str, cwd: str | Path = "/") -> subprocess.Popen[str]:
     environment = {**os.environ, "PDSERVE_PYTHON": sys.executable}
     command = [str(ROOT / "scripts/launch_local.sh"), "--port", "0", *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd="/")
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd)
 
 
 def children_of(pid: int) -> list[int]:
@@ -87,6 +87,19 @@ def test_a_broken_checkpoint_names_the_tensor(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert len(err.strip().splitlines()) == 1 and "layers.3.attn.attn_s" in err, err
+
+
+def test_relative_paths_are_the_callers(tmp_path: Path) -> None:
+    """Also from a folder whose names would shadow our packages."""
+    (tmp_path / "served").symlink_to(TINY)
+    (tmp_path / "model.py").write_text("raise ImportError('the wrong model')")
+    process = launch("--model", "served", "--log-dir", "logs", cwd=tmp_path)
+    try:
+        assert process.stdout is not None and process.stdout.readline().startswith("ready")
+        assert (tmp_path / "logs/decode-0.log").is_file()
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
 
 
 def test_a_child_that_dies_later_stops_the_rest() -> None:

@@ -3,15 +3,21 @@
 import asyncio
 import json
 import math
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
+from router.answer import Answer
 from router.errors import ApiError
-from router.openai import output_tokens, parse_chat, parse_completion, parse_json
+from router.openai import MAX_SCORES, check_scores, output_tokens, parse_chat, parse_completion, parse_json
+from router.scores import score_lists
+from router.text import Tokenizer
 from tests.scripted import Script
 from tests.scripted_cluster import ScriptedCluster, scripted_cluster, until
+from tests.test_text import TOKENIZER
+from wire.sockets import MAX_MESSAGE_BYTES
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -81,7 +87,7 @@ BAD_FIELDS: list[tuple[str, list[Any]]] = [
     ("stop", [1, [1], [""], "", ["a"] * 17, ["a", None], "x" * 1001, {}]),
     ("stream", ["true", 1]),
     ("stream_options", [[], "x", 1]),
-    ("stop_token_ids", [1, ["a"], [-1], [True]]),
+    ("stop_token_ids", [1, ["a"], [-1], [True], [5] * 5000]),
     ("logit_bias", [[1], {"a": 1}, {"5": 101}, {"5": "x"}, {"-1": 1}, {"²": 1}]),
     ("min_tokens", [-1, "1", True]),
     ("ignore_eos", [1, "x"]),
@@ -385,8 +391,6 @@ def test_chat_logprobs_name_the_bytes() -> None:
 
 
 def encoded(text: str) -> list[int]:
-    from tests.test_text import TOKENIZER
-
     return TOKENIZER.encode(text)
 
 
@@ -464,3 +468,163 @@ def test_refusals_through_http() -> None:
         assert not cluster.router.dispatcher.in_flight
 
     check(test)
+
+
+def test_the_most_logprobs_are_an_option() -> None:
+    assert parse_completion({"prompt": "x", "logprobs": 320}, 320).options.logprobs == 320
+    assert parse_chat({"messages": MESSAGES, "logprobs": True, "top_logprobs": 25}, 30).options.logprobs == 25
+    with pytest.raises(ApiError, match="between 0 and 5"):
+        parse_completion({"prompt": "x", "logprobs": 6}, 5)
+    with pytest.raises(ApiError, match="between 0 and 5"):
+        parse_chat({"messages": MESSAGES, "logprobs": True, "top_logprobs": 6}, 5)
+
+    async def test(cluster: ScriptedCluster) -> None:
+        answer = await cluster.complete(prompt=[66, 67], max_tokens=1, logprobs=40)
+        assert len(answer["choices"][0]["logprobs"]["top_logprobs"][0]) == 40
+        assert (await cluster.refusal("completions", {"prompt": "x", "logprobs": 41}))["param"] == "logprobs"
+
+    check(test, max_logprobs=40, script=Script(ids=LETTERS))
+
+
+def test_prompt_scores_that_could_not_come_back_are_refused() -> None:
+    check_scores(50_000, 19)
+    check_scores(1_000_000, 0)
+    with pytest.raises(ApiError, match="lower logprobs or shorten") as caught:
+        check_scores(60_000, 19)
+    assert (caught.value.status, caught.value.param) == (400, "logprobs")
+    for k in (0, 1, 20, 320):  # whatever is let through fits a message, with room for its head
+        tokens = MAX_SCORES // (k + 1)
+        assert tokens * (4 + 8 * k) + 1000 <= MAX_MESSAGE_BYTES
+
+    async def test(cluster: ScriptedCluster) -> None:
+        body = {"prompt": [[5] * 30_000] * 2, "echo": True, "logprobs": 20, "max_tokens": 0}
+        assert (await cluster.refusal("completions", body))["param"] == "logprobs"
+        assert not cluster.router.dispatcher.in_flight
+
+    check_wide(test)
+
+
+def check_wide(test: Callable[[ScriptedCluster], Awaitable[None]], **config: Any) -> None:
+    """With workers that hold a long context."""
+
+    async def run() -> None:
+        async with scripted_cluster(prefills=0, decodes=0, **config) as cluster:
+            cluster.add_prefill(max_context=200_000)
+            cluster.add_decode(Script(ids=LETTERS), max_context=200_000)
+            await until(lambda: cluster.router.health.ready.is_set())
+            await test(cluster)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_large_answers_are_written_beside_the_event_loop(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, set[str]] = {"scores": set(), "body": set(), "text": set()}
+
+    def spy(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def seen(*arguments: Any) -> Any:
+            threads[what].add(threading.current_thread().name.split("_")[0])
+            return function(*arguments)
+
+        return seen
+
+    monkeypatch.setattr("router.completions.score_lists", spy("scores", score_lists))
+    monkeypatch.setattr(Answer, "body", spy("body", Answer.body))
+    monkeypatch.setattr(Tokenizer, "decode", spy("text", Tokenizer.decode))
+
+    async def test(cluster: ScriptedCluster) -> None:
+        ids = [66 + i % 26 for i in range(21_000)]
+        body = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 2}
+        if stream:
+            parsed = [event["choices"][0] for event in (await cluster.stream("completions", body))[:-1]]
+        else:
+            parsed = (await cluster.complete(**body))["choices"]
+        logprobs = [part["logprobs"] for part in parsed]
+        assert "".join(part["text"] for part in parsed) == "".join(map(chr, (31 + i for i in ids))) + "ab"
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert sum(len(part[name]) for part in logprobs) == 21_002
+        assert logprobs[0]["token_logprobs"][:3] == [None, -0.125, -0.25] and logprobs[0]["text_offset"][20_999] == 20_999
+        assert "long" in threads["scores"] and threads["text"] == {"long"}
+        if not stream:
+            wide = await cluster.complete(prompt=[5], max_tokens=1000, logprobs=20)
+            assert len(wide["choices"][0]["logprobs"]["tokens"]) == 1000 and threads["body"] == {"MainThread", "long"}
+
+    check_wide(test)
+
+
+def test_a_client_that_goes_while_its_scores_are_written_harms_nobody() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        body = {"prompt": [5] * 50_000, "echo": True, "logprobs": 10, "max_tokens": 1}
+        task = asyncio.create_task(cluster.stream("completions", body))
+        await until(lambda: cluster.prefills[0].seen and len(cluster.prefills[0].seen[-1].tokens) == 200_000)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        assert (await cluster.complete(prompt=[5] * 30_000, echo=True, logprobs=1, max_tokens=1))["usage"][
+            "total_tokens"
+        ] == 30_001
+        assert not cluster.router.dispatcher.in_flight
+
+    check_wide(test)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = int(TOKENIZER.longest_bytes)
+    assert longest == max(map(len, TOKENIZER.shown.pieces))
+
+    async def test(cluster: ScriptedCluster) -> None:
+        fits = {"prompt": "x" * 5000, "max_tokens": 1}
+        assert (await cluster.refusal("completions", fits))["code"] == "context_length_exceeded"
+        monkeypatch.setattr(Tokenizer, "encode", None)
+        error = await cluster.refusal("completions", {"prompt": "x" * (4096 * longest + 1), "max_tokens": 1})
+        assert error["code"] == "context_length_exceeded" and error["param"] == "prompt"
+        text = "é" * (4096 * longest // 2 + 1)  # bytes count, not characters
+        error = await cluster.refusal("chat/completions", {"messages": [{"role": "user", "content": text}]})
+        assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+
+    check(test)
+
+
+def test_a_huge_text_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    huge, release, encode = "y" * 300_000, threading.Event(), Tokenizer.encode
+
+    def slow(self: Tokenizer, text: str) -> list[int]:
+        if len(text) == len(huge):
+            release.wait(10)
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+
+    async def test(cluster: ScriptedCluster) -> None:
+        tasks = [asyncio.create_task(cluster.post("completions", {"prompt": huge, "max_tokens": 1})) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        try:
+            async with asyncio.timeout(5):
+                assert (await cluster.complete(prompt="z" * 3000, max_tokens=1))["usage"]["completion_tokens"] == 1
+            assert not any(task.done() for task in tasks)
+        finally:
+            release.set()
+        assert [status for status, _ in await asyncio.gather(*tasks)] == [400] * 3  # too long after all
+
+    check_wide(test)
+
+
+def test_room_is_looked_at_again_when_the_prompt_is_tokenised() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        body = {"prompt": "z" * 3000, "max_tokens": 1000}
+        answers = await asyncio.gather(*(cluster.post("completions", body) for _ in range(6)))
+        assert sorted(status for status, _ in answers) == [200, 200, *[429] * 4]
+        assert not cluster.router.dispatcher.in_flight
+        error = await cluster.refusal("completions", {"prompt": [[5] * 4000] * 2, "max_tokens": 1})
+        assert error["param"] == "prompt" and "limit of 7000" in error["message"]  # would never be served: not a 429
+
+    check(test, script=Script(ids=LETTERS, tick_s=0.001), max_requests=2, max_prompt_tokens=7000, probe_every_s=60.0)
+
+
+def test_other_prompts_of_a_request_that_fails_are_not_dropped_by_a_client() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        cluster.prefills[0].fail = [("internal", False)]
+        status, _ = await cluster.post("completions", {"prompt": ["x", "y"], "max_tokens": 100})
+        await until(lambda: not cluster.decodes[0].running and not cluster.router.dispatcher.in_flight)
+        assert status == 500 and cluster.count("requests_dropped") == 0 and cluster.count("requests_failed") == 1
+
+    check(test, script=Script(ids=LETTERS, tick_s=0.01), probe_every_s=60.0)

@@ -13,13 +13,16 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
 import uvloop
 import zmq
+from aiohttp import HttpVersion11
 
+from router.stream import EventStream
 from tests.scripted import Script
 from tests.scripted_cluster import TOKENIZER, ScriptedCluster, events, scripted_cluster, until
 
@@ -258,6 +261,32 @@ def test_a_client_that_does_not_read_loses_its_stream_and_nobody_elses() -> None
         slow.close()
 
     check(test, script=Script(ids=LETTERS, tick_s=0.004), stream_buffer_bytes=100_000, probe_every_s=60.0)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_events_for_a_client_that_has_gone_go_nowhere(gone: bool) -> None:
+    """Its connection is closed some turns of the loop before its handler hears of that; writing to it would raise."""
+
+    class Transport:
+        written = b""
+
+        def is_closing(self) -> bool:
+            return gone
+
+        def get_write_buffer_size(self) -> int:
+            return 0
+
+        def write(self, data: bytes) -> None:
+            if gone:
+                raise RuntimeError("the handler is closed")
+            self.written += data
+
+    http = SimpleNamespace(transport=Transport(), version=HttpVersion11, keep_alive=True)
+    stream = EventStream(cast(Any, http), 1000)
+    stream.send("data: x\n\n")
+    stream.end()
+    assert http.transport.written.endswith(b"" if gone else b"9\r\ndata: x\n\n\r\n0\r\n\r\n")
+    assert bool(http.transport.written) != gone
 
 
 def test_too_many_requests_are_turned_away() -> None:

@@ -1,8 +1,10 @@
 """Ids to text and back: equal to `tokenizers`, never a broken character, stop strings wherever tokens cut them."""
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -113,3 +115,28 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     with pytest.raises(TokenizerError, match="only byte-level"):
         Tokenizer(tmp_path)
+
+
+SPEC = json.loads((FOLDER / "tokenizer.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}},
+        {"added_tokens": [SPEC["added_tokens"][0] | {"lstrip": True}, *SPEC["added_tokens"][1:]]},
+        {"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}},
+    ],
+)
+def test_a_tokenizer_that_may_drop_text_gives_no_bound_on_its_length(tmp_path: Path, change: dict[str, Any]) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(SPEC | change))
+    assert Tokenizer(tmp_path).longest_bytes == math.inf
+    (tmp_path / "tokenizer.json").write_text(json.dumps(SPEC | {"normalizer": {"type": "Sequence", "normalizers": []}}))
+    assert Tokenizer(tmp_path).longest_bytes == TOKENIZER.longest_bytes < math.inf
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_no_text_is_longer_than_its_tokens_can_hold(text: str) -> None:
+    assert len(text.encode()) <= len(TOKENIZER.encode(text)) * TOKENIZER.longest_bytes
