@@ -1,7 +1,9 @@
 """What the whole system costs: time per output token through HTTP against the bare decode loop in one process.
 
-``python -m scripts.bench_serving`` starts a system of its own (or uses --url), runs the two in turn, several rounds,
-and prints the median of each and their ratio; then an open-loop load: TTFT, time between tokens, tokens per second.
+``python -m scripts.bench_serving`` starts a system of its own (or uses --url), runs the two in turn, many short rounds,
+and prints the lower quartile of each side's token times and their ratio (a shared machine is slow for seconds at a time:
+the lower quartile of many turns is what the work itself takes); then an open-loop load: TTFT, time between tokens, tokens
+per second.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -35,9 +36,9 @@ class BenchConfig:
     model: str = option(SMALLEST_MODEL, help="checkpoint folder")
     url: str = option("", help="a server that runs already (then no bare loop and no ratio); empty: start one")
     batches: str = option("1,16", help="batch sizes of the overhead measurement")
-    rounds: int = option(5, help="how often the two sides take turns")
+    rounds: int = option(12, help="how often the two sides take turns")
     prompt_tokens: int = option(64, help="prompt length")
-    output_tokens: int = option(96, help="tokens per answer")
+    output_tokens: int = option(48, help="tokens per answer")
     rates: str = option("1,2", help="requests per second of the open-loop load")
     load_s: float = option(15.0, help="seconds of load per rate; 0: none")
     device: str = option("cpu", help="where the workers and the bare loop compute", choices=("cpu", "cuda"))
@@ -53,8 +54,8 @@ class BareLoop:
         self.pages_each = -(-(config.prompt_tokens + config.output_tokens + 1) // 256)
         self.runner = Runner(config.model, config.device, num_pages=max_batch * self.pages_each + 1, num_slots=max_batch + 1)
 
-    def seconds_per_token(self, prompts: list[list[int]]) -> float:
-        """Median step time over `output_tokens` steps for these prompts together."""
+    def step_seconds(self, prompts: list[list[int]]) -> list[float]:
+        """The times of `output_tokens` steps for these prompts together."""
         tables = [list(range(1 + i * self.pages_each, 1 + (i + 1) * self.pages_each)) for i in range(len(prompts))]
         for i, prompt in enumerate(prompts):
             self._forward([Row(prompt[:-1], 0, i + 1, tables[i])])
@@ -65,7 +66,7 @@ class BareLoop:
             rows = [Row([token], len(prompts[i]) - 1 + step, i + 1, tables[i]) for i, token in enumerate(last)]
             last = self.runner.logits(self._forward(rows)).argmax(-1).tolist()
             times.append(time.perf_counter() - begin_s)
-        return statistics.median(times)
+        return times
 
     def _forward(self, rows: list[Row]) -> torch.Tensor:
         return self.runner.forward(Batch.build(rows, self.runner.layout.page_tokens, self.config.device))
@@ -85,14 +86,12 @@ async def stream(session: aiohttp.ClientSession, prompt: list[int], output_token
     return times
 
 
-async def seconds_per_token(url: str, prompts: list[list[int]], output_tokens: int) -> float:
-    """Median over the streams of (last token - first token) / (tokens - 1), all sent at once."""
+async def token_seconds(url: str, prompts: list[list[int]], output_tokens: int) -> list[float]:
+    """The times between tokens of streams that are sent at once, while all of them run."""
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
         runs = await asyncio.gather(*(stream(session, prompt, output_tokens) for prompt in prompts))
-    # From the moment every stream runs to the first end: the steps in which the batch is whole.
     begin_s, end_s = max(times[1] for times in runs), min(times[-1] for times in runs)
-    whole = [[t for t in times[1:] if begin_s <= t <= end_s] for times in runs]
-    return statistics.median((times[-1] - times[0]) / (len(times) - 1) for times in whole)
+    return [b - a for times in runs for a, b in pairwise(times[1:]) if begin_s <= a and b <= end_s]
 
 
 async def open_loop(url: str, config: BenchConfig, rate: float, vocabulary: int) -> dict[str, float]:
@@ -129,28 +128,29 @@ def random_prompt(generator: random.Random, length: int, vocabulary: int) -> lis
 
 
 def overhead(url: str, config: BenchConfig) -> list[dict[str, float]]:
-    """One row a batch size: the two sides in turn, medians and the ratio of each round's pair."""
+    """One row a batch size, from all token times of all rounds."""
     batches = [int(text) for text in config.batches.split(",")]
     bare = BareLoop(config, max(batches))
     generator = random.Random(1)
     rows = []
     for batch in batches:
         prompts = [random_prompt(generator, config.prompt_tokens, bare.runner.config.vocab_size) for _ in range(batch)]
-        pairs = []
+        alone: list[float] = []
+        served: list[float] = []
         for _ in range(config.rounds):
-            served_s = asyncio.run(seconds_per_token(url, prompts, config.output_tokens))
-            pairs.append((bare.seconds_per_token(prompts), served_s))
-        bare_s, served_s = (statistics.median(side) for side in zip(*pairs, strict=True))
-        ratio = statistics.median(served / alone for alone, served in pairs)
-        limit = LIMITS.get(batch, float("nan"))
-        rows.append({"batch": batch, "bare_ms": 1000 * bare_s, "served_ms": 1000 * served_s, "ratio": ratio, "limit": limit})
+            served += asyncio.run(token_seconds(url, prompts, config.output_tokens))
+            alone += bare.step_seconds(prompts)
+        bare_ms, served_ms = percentile(alone, 25), percentile(served, 25)
+        row = {"batch": batch, "bare_ms": bare_ms, "served_ms": served_ms, "ratio": served_ms / bare_ms}
+        row |= {"ratio_of_medians": percentile(served, 50) / percentile(alone, 50), "limit": LIMITS.get(batch, float("nan"))}
+        rows.append(row)
     return rows
 
 
 def table(rows: list[dict[str, float]]) -> str:
     names = list(rows[0])
-    lines = [" | ".join(f"{name:>14}" for name in names)]
-    lines += [" | ".join(f"{row[name]:>14.4g}" for name in names) for row in rows]
+    lines = [" | ".join(f"{name:>16}" for name in names)]
+    lines += [" | ".join(f"{row[name]:>16.4g}" for name in names) for row in rows]
     return "\n".join(lines)
 
 
