@@ -137,7 +137,8 @@ class System:
         return [*flags, *shlex.split(self.config.router_args)]
 
     def _spawn(self, name: str, module: str, flags: list[str], worker_index: int) -> Child:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         if self.config.device == "cuda" and module != "router":
             gpus = visible_gpus()
             environment["CUDA_VISIBLE_DEVICES"] = gpus[worker_index % len(gpus)]
