@@ -17,6 +17,8 @@ from decode.sequence import Sequence
 from kernels.sample import Counts, Draw, bias, draw, forbid, greedy, noise_stream, penalize, top_logprobs, uniform, weights
 from wire.messages import SamplingParams
 
+EXCLUDED = "no token is left to choose: logit_bias and the stop tokens exclude all of them"
+
 
 @dataclass(slots=True)
 class Choice:
@@ -157,7 +159,7 @@ def _unusable(peak: float) -> str:
 
 
 def _excluded(peak: float) -> str:
-    return "" if math.isfinite(peak) else "no token is left to choose: logit_bias and the stop tokens exclude all of them"
+    return "" if math.isfinite(peak) else EXCLUDED
 
 
 def _score(plan: _Plan, logits: Tensor, ids: Tensor, choices: list[Choice]) -> None:

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 from decode.request import Limits, Request, pages_at_grant, refusal
-from decode.sampling import Choice
+from decode.sampling import EXCLUDED, Choice
 from decode.sequence import Sequence
 from kvtransfer.arena import Arena
 from kvtransfer.pages import PagePool, SeqKV
@@ -63,6 +63,10 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not (self.queued or self.arriving or self.running)
+
+    def live(self) -> list[Key]:
+        """The attempts in hand, each once."""
+        return [*self.queued, *self.arriving, *dict.fromkeys(sequence.key for sequence in self.running)]
 
     # --- messages
 
@@ -176,7 +180,8 @@ class Scheduler:
             if choice.error:
                 position = len(sequence.tokens)
                 self._metrics.add("bad_logits")
-                self._fail_sequence(sequence, "internal", f"{choice.error} (position {position})", retryable=False)
+                cause = "refused" if choice.error == EXCLUDED else "internal"  # the client's own doing, not the model's
+                self._fail_sequence(sequence, cause, f"{choice.error} (position {position})", retryable=False)
                 continue
             first, reason = sequence.generated, sequence.append(choice.token)
             if not sequence.first_token_s:

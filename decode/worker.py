@@ -60,7 +60,7 @@ class Worker:
             self.metrics,
         )
         self._engine = Engine(runner)
-        self._presence.join(identity, model, config.max_batch, self._counts, self._transport)
+        self._presence.join(identity, model, config.max_batch, self._counts, self.scheduler.live, self._transport)
 
     def run(self) -> None:
         """Until a signal or a Refused ends the process (SystemExit)."""

@@ -70,6 +70,10 @@ class Scheduler:
     def idle(self) -> bool:
         return not (self.waiting or self.computing or self.sending)
 
+    def live(self) -> list[Key]:
+        """The prompts in hand."""
+        return [*self.waiting, *self.computing, *self.sending]
+
     # --- messages
 
     def submit(self, message: Prefill, now_s: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from router.config import RouterConfig
 from router.errors import ApiError, internal, unavailable
+from router.losses import Losses
 from router.pool import MAX_WORKERS, ROLES, Pool, Refusal, Worker
 from router.request import Key, Parked, Request, Sample, Try
 from router.rows import holds_prompt, is_row
@@ -78,6 +79,7 @@ class Dispatcher:
         self._in_flight = 0  # clients' samples
         self._prompt_tokens = 0  # of clients' requests
         self._strays = Strays()
+        self._losses = Losses()
         self._swept_s = clock()
         self._handlers: dict[type, Callable[[Any], None]] = {
             Tokens: self._take_tokens,
@@ -142,16 +144,16 @@ class Dispatcher:
             handler(message)
 
     def _take_tokens(self, message: Tokens) -> None:
-        wanted = False
+        wanted, now = False, self._clock()
         for row in message.rows:
             if is_row(row):
-                wanted |= self._take_row(row, message.worker)
+                wanted |= self._take_row(row, message.worker, now)
             else:
                 self.metrics.add("rows_malformed")
         if wanted:
-            self.tokens_s = self._clock()
+            self.tokens_s = now
 
-    def _take_row(self, row: list[Any], worker: str) -> bool:
+    def _take_row(self, row: list[Any], worker: str, now: float) -> bool:
         """Whether somebody waited for it."""
         rid, number, index, first, ids, finish, logprobs, tops = row
         attempt = self._tries.get((rid, number))
@@ -166,6 +168,7 @@ class Dispatcher:
             return False
         if not attempt.started:
             self._start(attempt)
+        attempt.heard_s, attempt.misses = now, 0
         sample.ids += ids
         try:
             stop = attempt.request.listener.tokens(index, ids, finish, logprobs, tops)
@@ -243,8 +246,7 @@ class Dispatcher:
                 self._lose(known, "left")
             return
         if known is not None and known.inbox == status.inbox and known.identity == status.identity:
-            known.update(status, self._clock())
-            self.pool.changed()
+            self._take_report(known, status, self._clock())
             return
         objection = self.pool.objection(status)
         if objection:
@@ -258,6 +260,15 @@ class Dispatcher:
         self._unpark()
         self.on_join()
 
+    def _take_report(self, worker: Worker, status: Status, now: float) -> None:
+        worker.update(status, now)
+        self.pool.changed()
+        if worker.is_news(status.turn, now):
+            try:
+                self._losses.report(worker, status.live, now)
+            except ValueError:
+                self.metrics.add("reports_malformed")
+
     def sweep(self) -> None:
         """Everything that time does; call it a few times a second."""
         now = self._clock()
@@ -270,6 +281,7 @@ class Dispatcher:
             if now - refusal.seen_s > self._config.dead_after_s:
                 del self.pool.refused[name]
                 self._outbox.forget(refusal.inbox)
+        self._retry_lost(now)
         for request in list(self._probes.values()):
             if request.deadline_s <= now:
                 self._time_out(request)
@@ -289,6 +301,7 @@ class Dispatcher:
         self._swept_s = now
         if late_s > STALL_S:
             self.metrics.add("stalls")
+            self._losses.doubt(now)
             for worker in self.pool.workers():
                 worker.seen_s = min(worker.seen_s + late_s, now)
 
@@ -311,6 +324,8 @@ class Dispatcher:
         request.attempts += 1
         attempt = Try(key, request, {sample.index: sample for sample in samples if not sample.done}, prefill, decode, now)
         self._tries[key] = attempt
+        if request.pinned is None:  # a probe's silence is what it is there to find
+            self._losses.watch(attempt)
         request.tries.append(attempt)
         prefill.prompt_tokens.put(key, len(tokens))
         self._update_load(attempt)
@@ -370,6 +385,7 @@ class Dispatcher:
     def _leave(self, attempt: Try, sample: Sample) -> None:
         """A sample is no longer a part of its try, which ends with its last one unless scores are still to come."""
         del attempt.samples[sample.index]
+        attempt.misses = 0  # it may wait for the other worker now
         if attempt.samples or attempt.request.wants_scores:
             self._update_load(attempt)
         else:
@@ -383,6 +399,7 @@ class Dispatcher:
     def _drop_try(self, attempt: Try, tell: Iterable[Worker]) -> None:
         self._tries.pop(attempt.key, None)
         attempt.request.tries.remove(attempt)
+        self._losses.forget(attempt)
         attempt.prefill.prompt_tokens.drop(attempt.key)
         attempt.decode.sequences.drop(attempt.key)
         attempt.decode.cache_tokens.drop(attempt.key)
@@ -428,6 +445,19 @@ class Dispatcher:
             self._resend(request, samples)
         else:
             self._fail(request, error)
+
+    def _retry_lost(self, now: float) -> None:
+        """What no worker knows of any more goes on under a new attempt, as after a gap."""
+        for attempt in self._losses.take():
+            if attempt.key not in self._tries:  # closed by an earlier one of this loop
+                continue
+            self.metrics.add("tries_lost")
+            request, legs, samples = attempt.request, (attempt.prefill, attempt.decode), list(attempt.samples.values())
+            if not attempt.started:  # the way to one of them may be cut
+                request.avoid.update(dict.fromkeys(legs, now))
+            request.reason = f"{attempt.prefill.name} and {attempt.decode.name} know nothing of it: a message was lost"
+            self._drop_try(attempt, tell=legs)
+            self._retry(request, samples, ApiError(500, request.reason, code="try_lost"))
 
     def _resend(self, request: Request, samples: list[Sample]) -> None:
         """Samples without tokens go together again, the others one by one: their contexts differ."""

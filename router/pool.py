@@ -15,6 +15,7 @@ ROLES = ("prefill", "decode")
 MAX_WORKERS = 1024
 MAX_CONTEXT = MAX_MESSAGE_BYTES // 8  # a Prefill takes 4 bytes a token
 WORKING_S = 2.5  # a worker whose last step is not longer ago is at work: less than a probe's timeout, more than a long step
+BURST_S = 0.25  # reports are twice as far apart unless something held them up
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -53,6 +54,8 @@ class Worker:
         self.picked = 0
         self.stepped_s = -math.inf  # last time its report showed that its loop had computed something
         self._steps: float | None = None  # None: it does not report any
+        self._turn = status.turn
+        self._turn_s = now_s
         self.update(status, now_s)
 
     def update(self, status: Status, now_s: float) -> None:
@@ -63,6 +66,13 @@ class Worker:
         if steps and steps != self._steps:
             self.stepped_s = now_s
         self._steps = steps
+
+    def is_news(self, turn: int, now_s: float) -> bool:
+        """Whether a report shows another turn of its loop than the last one that was news; those of one burst count once."""
+        if turn == self._turn or now_s - self._turn_s < BURST_S:
+            return False
+        self._turn, self._turn_s = turn, now_s
+        return True
 
     def number(self, name: str, default: float) -> float:
         return float(self.load.get(name, default))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,6 +77,8 @@ class Try:
     decode: Worker
     sent_s: float
     started: bool = False  # a token came back
+    heard_s: float = -math.inf  # last sign of life: a row, or a worker that says it holds it
+    misses: int = 0  # reports since then that do not know it, see router/losses.py
 
 
 @dataclass(slots=True, eq=False)

@@ -32,6 +32,7 @@ from wire.messages import (
     Status,
     Tokens,
     pack_ids,
+    pack_keys,
     unpack_ids,
 )
 from wire.metrics import Metrics
@@ -60,7 +61,9 @@ class ScriptedWorker:
             "tokens_per_s": 1e6,
         } | load
         self.silent = False
+        self.deaf = 0  # how many of the next requests are lost on their way
         self.refused = ""
+        self.turn = 0
         self.aborted: list[tuple[Abort, float]] = []
         self.metrics = Metrics()
         self.router = router
@@ -84,7 +87,15 @@ class ScriptedWorker:
         self._context.destroy(linger=200)
 
     def status(self, state: str = "serving") -> Status:
-        return Status(self.role, self.name, state, self.inbox.address, self.identity, self.load, self.metrics.snapshot())
+        self.turn += 1
+        return Status(
+            self.role, self.name, state, self.inbox.address, self.identity, self.load, self.metrics.snapshot(),
+            pack_keys(self.live()), self.turn,
+        )  # fmt: skip
+
+    def live(self) -> set[Key]:
+        """The attempts in hand."""
+        return set()
 
     def send(self, address: str, message: Any) -> None:
         if not self.silent:
@@ -101,6 +112,8 @@ class ScriptedWorker:
         elif isinstance(message, Abort):
             self.aborted.append((message, time.monotonic()))
             self.abort(message)
+        elif self.deaf:
+            self.deaf -= 1
         else:
             self.work(message)
 
@@ -124,6 +137,7 @@ class ScriptedPrefill(ScriptedWorker):
         self.seen: list[Prefill] = []
         self.fail: list[tuple[str, bool]] = []  # (cause, retryable) for the next prompts
         self.blocked = False  # the data port: nothing gets across
+        self.stuck: set[Key] = set()  # what came while it was
 
     def work(self, message: Any) -> None:
         assert isinstance(message, Prefill), message
@@ -136,12 +150,20 @@ class ScriptedPrefill(ScriptedWorker):
             return
         if message.sampling.prompt_logprobs >= 0:
             self.send(message.router_inbox, prompt_logprobs(message))
-        if not self.blocked:
+        if self.blocked:
+            self.stuck.add(key)
+        else:
             self.send(
                 message.decode_inbox,
                 Offer(*key, message.tokens, message.prompt_tokens, message.samples, message.sampling, self.inbox.address,
                       message.router_inbox, "", message.timeout_s),
             )  # fmt: skip
+
+    def abort(self, message: Abort) -> None:
+        self.stuck.discard((message.rid, message.attempt))
+
+    def live(self) -> set[Key]:
+        return self.stuck
 
 
 def prompt_logprobs(message: Prefill) -> PromptLogprobs:
@@ -182,6 +204,7 @@ class ScriptedDecode(ScriptedWorker):
         self.running: dict[tuple[int, int, int], Sequence_] = {}
         self.retract_at = -1  # the next sample with that many tokens is retracted
         self.hold = False  # take requests, generate nothing
+        self.lost_ends = 0  # how many of the next last rows are lost on their way
         self._ticker: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -208,6 +231,9 @@ class ScriptedDecode(ScriptedWorker):
             if key[:2] == (message.rid, message.attempt) and message.sample in (ALL_SAMPLES, key[2]):
                 del self.running[key]
 
+    def live(self) -> set[Key]:
+        return {key[:2] for key in self.running}
+
     def step(self) -> None:
         """One token row for everything that runs, as one message for each router inbox."""
         rows: dict[str, list[Any]] = {}
@@ -218,9 +244,12 @@ class ScriptedDecode(ScriptedWorker):
                 self.send(sequence.offer.router_inbox, Failed(*key[:2], key[2], "retracted", "no pages", True, "decode"))
                 continue
             row = self._row(key, sequence)
-            rows.setdefault(sequence.offer.router_inbox, []).append(row)
             if row[5]:
                 del self.running[key]
+            if row[5] and self.lost_ends:
+                self.lost_ends -= 1
+            else:
+                rows.setdefault(sequence.offer.router_inbox, []).append(row)
         for inbox, batch in rows.items():
             self.send(inbox, Tokens(self.name, batch))
 

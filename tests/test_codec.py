@@ -27,12 +27,24 @@ from wire.messages import (
     Status,
     Tokens,
     pack_ids,
+    pack_keys,
     unpack_ids,
+    unpack_keys,
 )
 
 SAMPLING = SamplingParams(16, 7, temperature=0.5, logit_bias=((3, -1.5), (9, 2.0)), stop_token_ids=(1, 2), ignore_eos=True)
 EXAMPLES: list[Any] = [
-    Status("decode", "d0", "serving", "tcp://127.0.0.1:1", {"page_tokens": 256}, {"free_pages": 3}, [{"steps": 4}, {}, {}]),
+    Status(
+        "decode",
+        "d0",
+        "serving",
+        "tcp://127.0.0.1:1",
+        {"page_tokens": 256},
+        {"free_pages": 3},
+        [{"steps": 4}, {}, {}],
+        pack_keys([(7, 1)]),
+        9,
+    ),
     Refused("page_bytes: 1 and 2"),
     Prefill(1, 0, pack_ids([5, 6]), 2, (0, 1), SAMPLING, "tcp://a:1", "tcp://b:2", 30.0),
     Offer(2**63, 3, b"", 0, (), SAMPLING, "tcp://a:1", "tcp://b:2", "abcd", 0.5),
@@ -201,3 +213,17 @@ def test_ids_are_little_endian_uint32() -> None:
             pack_ids([bad])
     with pytest.raises(ValueError, match="whole number"):
         unpack_ids(b"12345")
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))))
+def test_keys_come_back(keys: list[tuple[int, int]]) -> None:
+    packed = pack_keys(keys)
+    assert len(packed) == 12 * len(keys)
+    assert unpack_keys(packed) == keys
+
+
+def test_keys_are_little_endian_and_never_fail_a_worker() -> None:
+    assert pack_keys([(1, 256)]) == bytes([1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0])
+    assert unpack_keys(pack_keys([(-1, 2**32 + 5)])) == [(2**64 - 1, 5)]
+    with pytest.raises(ValueError, match="whole number"):
+        unpack_keys(b"x" * 13)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.request import Limits
-from decode.sampling import Choice
+from decode.sampling import EXCLUDED, Choice
 from decode.scheduler import Scheduler
 from decode.sequence import Sequence
 from kvtransfer.pages import PagePool
@@ -145,6 +145,24 @@ def test_a_request_from_offer_to_length() -> None:
     rows = [message.rows for message in bench.messages(Tokens)]
     assert rows == [[[3, 0, 0, n, [7], reason, None, None]] for n, reason in enumerate(("", "", "length"))]
     assert bench.nothing_held()
+
+
+def test_what_is_live_is_told_in_every_state() -> None:
+    bench = Bench()
+    assert bench.scheduler.live() == []
+    bench.offer(3, 9, max_tokens=2, samples=(0, 1))
+    assert bench.scheduler.queued and bench.scheduler.live() == [(3, 0)]
+    bench.step()
+    assert bench.scheduler.arriving and bench.scheduler.live() == [(3, 0)]
+    bench.arrive()
+    assert len(bench.scheduler.running) == 2 and bench.scheduler.live() == [(3, 0)]
+    bench.offer(4, 9, attempt=1)
+    bench.step()
+    assert sorted(bench.scheduler.live()) == [(3, 0), (4, 1)]
+    bench.step()
+    assert bench.scheduler.live() == [(4, 1)]
+    bench.scheduler.abort(Abort(4, 1))
+    assert bench.scheduler.live() == []
 
 
 def test_one_message_per_router_and_step() -> None:
@@ -500,3 +518,14 @@ def check_ends(bench: Bench, offered: dict[Key, tuple[int, ...]], aborted: set[i
     for (rid, _), samples in offered.items():
         if rid not in aborted:
             assert sorted(end for end in ends if end[0] == rid) == [(rid, sample) for sample in samples]
+
+
+def test_a_row_that_the_clients_own_parameters_exclude_is_refused() -> None:
+    bench = Bench()
+    bench.offer(1, 9)
+    bench.step()
+    bench.arrive()
+    bench.scheduler.advance(bench.scheduler.next_batch(), [Choice(0, EXCLUDED)], 0.0)
+    [failed] = bench.messages(Failed)
+    assert (failed.cause, failed.retryable) == ("refused", False) and "no token is left" in failed.reason
+    assert bench.nothing_held()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from router.dispatch import Dispatcher
 from router.errors import ApiError
 from router.health import Health
 from router.pool import Ledger
-from router.request import Request
+from router.request import Key, Request
 from router.strays import LIMIT as strays_limit
 from router.strays import Strays
 from wire.messages import (
@@ -28,6 +29,7 @@ from wire.messages import (
     SamplingParams,
     Status,
     Tokens,
+    pack_keys,
     unpack_ids,
 )
 from wire.metrics import Metrics
@@ -82,6 +84,8 @@ class Bench:
         self.now = 100.0
         self.outbox = FakeOutbox()
         self.metrics = Metrics()
+        self.turns: Counter[str] = Counter()  # of the workers' loops
+        self.live: dict[str, bytes] = {}  # what they hold, as they said last
         self.dispatcher = Dispatcher(
             RouterConfig(**config),
             self.outbox,
@@ -93,8 +97,24 @@ class Bench:
 
     def join(self, role: str, name: str, state: str = "serving", inbox: str = "", **load: Any) -> None:
         identity, metrics = load.pop("identity", IDENTITY), load.pop("metrics", [{}, {}, {}])
-        status = Status(role, name, state, inbox or f"tcp://{name}", identity, LOAD | load, metrics)
+        live, turn = self.live.get(name, b""), self.turns[name]
+        status = Status(role, name, state, inbox or f"tcp://{name}", identity, LOAD | load, metrics, live, turn)
         self.dispatcher.handle(status)
+
+    def report(self, holding: Mapping[str, Collection[Key]], stuck: str = "") -> None:
+        """Every worker says what it holds; one that is stuck repeats what it said last."""
+        for worker in self.dispatcher.pool.workers():
+            if worker.name != stuck:
+                self.turns[worker.name] += 1
+                self.live[worker.name] = pack_keys(holding.get(worker.name, ()))
+            self.join(worker.role, worker.name)
+
+    def reports(self, count: int, stuck: str = "", p0: Collection[Key] = (), d0: Collection[Key] = ()) -> None:
+        """Half seconds go by, each with a report at its end that the router has looked at."""
+        for _ in range(count):
+            self.wait(0.5)
+            self.report({"p0": p0, "d0": d0}, stuck)
+            self.dispatcher.sweep()
 
     def pair(self) -> None:
         self.join("prefill", "p0")
@@ -307,6 +327,165 @@ def test_a_lost_message_never_leaves_a_hole_in_the_text(first: int, had: list[in
     assert heard.ids == {0: [*had, 3], 1: [4]} and not request.closed
     bench.rows(request, 1, [9], first=9)  # it counts as a failed try
     assert heard.error is not None and heard.error.code == "tokens_lost" and bench.is_empty()
+
+
+def test_a_prompt_that_never_came_to_prefill_is_sent_again() -> None:
+    bench = Bench(max_attempts=2)
+    bench.pair()
+    _, heard = bench.submit(n=2)
+    bench.reports(3)  # the first is too early to mean anything; two of prefill, then one of decode
+    assert bench.metrics.count("tries_lost") == 0
+    bench.reports(1)
+    assert bench.metrics.count("tries_lost") == 1
+    assert [address for address, _ in bench.outbox.of(Abort)] == ["tcp://p0", "tcp://d0"]
+    message = bench.prefills()[-1][1]
+    assert (message.attempt, message.samples, unpack_ids(message.tokens)) == (1, (0, 1), [5, 6, 7])
+    bench.reports(4)  # it counts as a failed try
+    assert heard.error is not None and heard.error.code == "try_lost" and "p0 and d0" in heard.error.message
+    assert bench.is_empty() and not bench.dispatcher._losses._watched
+
+
+def test_the_worker_that_lost_a_prompt_is_not_asked_again_when_there_is_another() -> None:
+    bench = Bench()
+    bench.join("prefill", "p0")
+    bench.join("decode", "d0")
+    bench.submit()
+    bench.join("prefill", "p1")
+    bench.reports(5)
+    assert bench.prefills()[-1][0] == "tcp://p1"
+
+
+def test_an_end_that_never_came_is_generated_again() -> None:
+    bench = Bench()
+    bench.pair()
+    request, heard = bench.submit(n=2)
+    key = (request.rid, 0)
+    bench.rows(request, 0, [1, 2])
+    bench.rows(request, 0, [3], "stop", sample=1)
+    bench.reports(20, d0=[key])
+    assert bench.metrics.count("tries_lost") == 0
+    bench.reports(2)
+    assert bench.metrics.count("tries_lost") == 0, "a row may still be on its way"
+    bench.reports(1)
+    message = bench.prefills()[-1][1]
+    assert (message.attempt, message.samples, unpack_ids(message.tokens)) == (1, (0,), [5, 6, 7, 1, 2])
+    bench.rows(request, 0, [9], "stop", first=2)  # it was only very late
+    bench.rows(request, 1, [9], "stop")
+    assert heard.ids == {0: [1, 2, 9], 1: [3]} and bench.is_empty() and not bench.dispatcher._losses._watched
+
+
+def test_a_try_that_some_worker_holds_is_not_lost() -> None:
+    bench = Bench()
+    bench.pair()
+    request, heard = bench.submit()
+    key = (request.rid, 0)
+    bench.reports(10, p0=[key, (1, 1)])
+    bench.reports(10, p0=[key], d0=[key])
+    bench.reports(10, d0=[key])
+    bench.reports(1)
+    bench.rows(request, 0, [1])
+    bench.reports(2)
+    bench.rows(request, 0, [2])  # of what decode does not hold any more, but the row was slow
+    bench.reports(2)
+    bench.rows(request, 0, [3], "length")
+    bench.reports(10)
+    assert bench.metrics.count("tries_lost") == 0 and len(bench.prefills()) == 1 and heard.ids == {0: [1, 2, 3]}
+
+
+def test_a_row_that_comes_before_the_router_looks_saves_its_try() -> None:
+    bench = Bench()
+    bench.pair()
+    request, heard = bench.submit()
+    bench.rows(request, 0, [1])
+    bench.reports(2)
+    bench.wait(0.5)
+    bench.report({})  # that would be it
+    bench.rows(request, 0, [2])
+    bench.dispatcher.sweep()
+    assert bench.metrics.count("tries_lost") == 0 and not request.closed
+    bench.reports(3)
+    assert bench.metrics.count("tries_lost") == 1 and heard.ids == {0: [1, 2]}
+
+
+@pytest.mark.parametrize("stuck", ["p0", "d0"])
+def test_a_report_that_is_only_repeated_during_a_long_step_says_nothing(stuck: str) -> None:
+    bench = Bench()
+    bench.pair()
+    request, _ = bench.submit()
+    bench.reports(40, stuck)
+    assert bench.metrics.count("tries_lost") == 0
+    bench.turns[stuck] += 1  # after the step, and before it has read its inbox
+    bench.reports(1, stuck)
+    held = [(request.rid, 0)]
+    bench.reports(4, p0=held if stuck == "p0" else (), d0=held if stuck == "d0" else ())
+    assert bench.metrics.count("tries_lost") == 0
+
+
+def test_reports_that_come_in_one_burst_are_one() -> None:
+    bench = Bench()
+    bench.pair()
+    bench.submit()
+    bench.wait(5)
+    for _ in range(10):
+        bench.report({})
+    bench.dispatcher.sweep()
+    assert bench.metrics.count("tries_lost") == 0
+
+
+def test_what_a_router_reads_after_a_stall_loses_no_try() -> None:
+    bench = Bench()
+    bench.pair()
+    request, _ = bench.submit()
+    bench.rows(request, 0, [1])
+    bench.reports(2)
+    bench.now += 3.0
+    bench.report({})  # the second one, but the rows that precede it may be read after it
+    bench.dispatcher.sweep()
+    bench.reports(2)
+    assert bench.metrics.count("stalls") == 1 and bench.metrics.count("tries_lost") == 0
+    bench.reports(1)
+    assert bench.metrics.count("tries_lost") == 1
+
+
+def test_scores_that_never_came_are_computed_again() -> None:
+    bench = Bench()
+    bench.pair()
+    request, heard = bench.submit(prompt_logprobs=0)
+    bench.rows(request, 0, [1], "length")
+    bench.reports(10, p0=[(request.rid, 0)])
+    bench.reports(2, d0=[(request.rid, 0)])
+    assert bench.metrics.count("tries_lost") == 0
+    bench.reports(1)
+    message = bench.prefills()[-1][1]
+    assert bench.metrics.count("tries_lost") == 1 and (message.attempt, message.sampling.prompt_logprobs) == (1, 0)
+    bench.dispatcher.handle(PromptLogprobs(request.rid, 1, 0, b"\0" * 8, b"", b""))
+    assert heard.prompt is not None and bench.is_empty()
+
+
+def test_a_probe_that_is_lost_stays_silent() -> None:
+    """Silence is what a probe is there to find, and to hold against its worker."""
+    bench = Bench()
+    bench.pair()
+    request = Request.new([5, 6], 1, SamplingParams(max_tokens=1, seed=0), Heard())
+    request.pinned = (bench.dispatcher.pool.workers("prefill")[0], bench.dispatcher.pool.workers("decode")[0])
+    bench.dispatcher.submit(request, 60)
+    bench.reports(20)
+    assert bench.metrics.count("tries_lost") == 0 and not request.closed
+
+
+def test_a_malformed_list_of_keys_is_counted_and_ignored() -> None:
+    bench = Bench()
+    bench.pair()
+    bench.submit()
+    for _ in range(10):
+        bench.wait(0.5)
+        for worker in bench.dispatcher.pool.workers():
+            bench.turns[worker.name] += 1
+            bench.live[worker.name] = b"12345"
+            bench.join(worker.role, worker.name)
+        bench.dispatcher.sweep()
+    assert bench.metrics.count("reports_malformed") == 20 and bench.metrics.count("tries_lost") == 0
+    assert len(bench.dispatcher.pool.workers()) == 2, "it is a sign of life all the same"
 
 
 def test_a_listener_that_raises_costs_only_its_own_request() -> None:
@@ -802,12 +981,13 @@ def test_messages_that_make_no_sense_here_are_counted() -> None:
     for message in (Abort(1, 2), Refused("x"), object()):
         bench.dispatcher.handle(message)
     for change in ({"role": "boss"}, {"name": ""}, {"inbox": "file:///x"}):
-        status = Status("prefill", "p", "serving", "tcp://x", {}, {}, [])
+        status = Status("prefill", "p", "serving", "tcp://x", {}, {}, [], b"", 1)
         bench.dispatcher.handle(replace(status, **change))  # type: ignore[arg-type]
     assert bench.metrics.count("messages_unexpected") == 6
     bench.dispatcher.handle(Failed(1, 2, 3, "transfer", "x", True, "decode"))
     bench.dispatcher.handle(PromptLogprobs(1, 2, 3, b"", b"", b""))
-    bench.dispatcher.handle(Status("prefill", "p", "serving", "tcp://x", {}, {"max_batch": "many", "tokens_per_s": -1}, [1]))
+    load = {"max_batch": "many", "tokens_per_s": -1}
+    bench.dispatcher.handle(Status("prefill", "p", "serving", "tcp://x", {}, load, [1], b"", 1))
     bench.join("decode", "d", identity={})
     bench.submit()
     assert len(bench.prefills()) == 1

@@ -15,7 +15,9 @@ from wire.sockets import Inbox
 
 
 def status(queued: int = 0) -> Status:
-    return Status("prefill", "p1", "serving", "tcp://127.0.0.1:1", {"page_tokens": 256}, {"queued": queued}, [{}, {}, {}])
+    return Status(
+        "prefill", "p1", "serving", "tcp://127.0.0.1:1", {"page_tokens": 256}, {"queued": queued}, [{}, {}, {}], b"", 1
+    )
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ def test_a_router_that_comes_back_gets_the_newest_word_only(context: zmq.Context
 def test_what_cannot_be_encoded_fails_where_it_is_published(context: zmq.Context[Any]) -> None:
     inbox = Inbox(context)
     heartbeat = Heartbeat(context, inbox.address, status())
-    bad = Status("prefill", "p1", "serving", "", {}, {"queued": object()}, [])
+    bad = Status("prefill", "p1", "serving", "", {}, {"queued": object()}, [], b"", 1)
     with pytest.raises(TypeError):
         heartbeat.publish(bad)
     heartbeat.close()

@@ -105,7 +105,7 @@ def test_a_snapshot_is_a_copy_and_survives_the_wire() -> None:
     snapshot = metrics.snapshot()
     metrics.add("steps")
     metrics.observe("step_s", 0.1)
-    status = decode(encode(Status("decode", "d", "serving", "tcp://a:1", {}, {}, snapshot)))
+    status = decode(encode(Status("decode", "d", "serving", "tcp://a:1", {}, {}, snapshot, b"", 1)))
     assert valid_snapshot(status.metrics)
     samples = parse(render([({}, status.metrics)]))
     assert samples["pdserve_steps_total", ""] == 1

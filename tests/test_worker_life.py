@@ -12,7 +12,7 @@ import zmq
 
 from decode.config import DecodeConfig
 from prefill.config import PrefillConfig
-from wire.messages import Status
+from wire.messages import Status, unpack_keys
 from wire.sockets import Inbox, Outbox
 from wire.worker import Presence, Rate, WorkerConfig
 
@@ -85,11 +85,15 @@ def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work()
     config = WorkerConfig(model="m", router=router.address, page_tokens=8)
     presence = Presence("prefill", config, context)
     counts = {"total_pages": 10, "queued": 0}
-    presence.join({"page_tokens": 8}, Model(), 7, lambda: dict(counts), Bulk())
+    live = [(1, 0)]
+    presence.join({"page_tokens": 8}, Model(), 7, lambda: dict(counts), lambda: live, Bulk())
     counts["queued"] = 1
     presence.stepped(500, time.monotonic() - 0.25, time.monotonic())
-    assert published(router, queued=1).load["tokens_per_s"] == pytest.approx(2000, rel=0.1)
+    stepped = published(router, queued=1)
+    assert stepped.load["tokens_per_s"] == pytest.approx(2000, rel=0.1)
+    assert (unpack_keys(stepped.live), stepped.turn) == ([(1, 0)], 2)
     counts["queued"] = 2
+    live.append((2**62, 3))
     start_s = time.monotonic()
     presence.wait(idle=True)
     assert 0.5 < time.monotonic() - start_s < 3, "an idle loop looks up once a second"
@@ -99,6 +103,7 @@ def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work()
     )  # fmt: skip
     facts = {"max_context": 80, "vocab_size": 100, "eos_token_id": 1, "bos_token_id": 0, "max_batch": 7}
     assert status.load.items() >= {**facts, **counts}.items()
+    assert (unpack_keys(status.live), status.turn) == ([(1, 0), (2**62, 3)], 3)
     counters, gauges, _ = status.metrics
     assert (counters["bad_frames"], counters["late_frames"], counters["steps"], gauges["queued"]) == (2, 5, 1, 2)
     outbox = Outbox(context)

@@ -44,6 +44,7 @@ from wire.messages import (
     Status,
     Tokens,
     pack_ids,
+    unpack_keys,
 )
 from wire.sockets import Inbox, Outbox
 
@@ -439,6 +440,28 @@ def test_prompts_for_a_decode_that_never_grants_do_not_starve_the_others() -> No
         for rid in stuck:
             router.outbox.send(prefill.address, Abort(rid, 0))
         router.until(lambda: router.all_free(prefill.address), "everything back")
+        full.close()
+
+
+def test_workers_keep_saying_what_they_hold() -> None:
+    with Cluster() as cluster:
+        router, prefill, decode, full = cluster.router, cluster.prefill(), cluster.decode(), Inbox(cluster.context)
+
+        def holds(worker: Running, *rids: int) -> bool:
+            status = router.status.get(worker.address)
+            return status is not None and unpack_keys(status.live) == [(rid, 0) for rid in rids]
+
+        rid = router.ask(prefill.address, full.address, prompt(30), GREEDY)
+        router.until(lambda: holds(prefill, rid), "prefill's word", 3.0)
+        assert full.wait(1.0)
+        [offer] = list(full.drain())
+        router.outbox.send(decode.address, replace(offer, prefill_inbox=full.address))  # its Grant goes nowhere
+        router.until(lambda: holds(decode, rid), "decode's word", 3.0)
+        turn = router.status[decode.address].turn
+        router.until(lambda: router.status[decode.address].turn > turn and holds(decode, rid), "the next turn", 3.0)
+        for worker in (prefill, decode):
+            router.outbox.send(worker.address, Abort(rid, 0))
+        router.until(lambda: holds(prefill) and holds(decode), "that it is over", 3.0)
         full.close()
 
 

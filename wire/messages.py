@@ -8,6 +8,7 @@ as a list.
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 ALL_SAMPLES = -1
+_KEY = struct.Struct("<QI")
+_UINT64, _UINT32 = 2**64 - 1, 2**32 - 1
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -34,6 +37,22 @@ def unpack_ids(data: bytes) -> list[int]:
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tolist()
+
+
+def pack_keys(keys: Iterable[tuple[int, int]]) -> bytes:
+    """(rid, attempt) pairs, 12 bytes each: little-endian uint64 and uint32.
+
+    Numbers that are larger or negative, which no router gives out, wrap: a worker must not fail on what it was sent.
+    """
+    numbers = [number for rid, attempt in keys for number in (rid & _UINT64, attempt & _UINT32)]
+    return struct.pack("<" + "QI" * (len(numbers) // 2), *numbers)
+
+
+def unpack_keys(data: bytes) -> list[tuple[int, int]]:
+    """The inverse of `pack_keys`. Raises ValueError when the length is not a multiple of twelve."""
+    if len(data) % _KEY.size:
+        raise ValueError(f"{len(data)} bytes are not a whole number of keys")
+    return list(_KEY.iter_unpack(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +87,8 @@ class Status:
     identity: dict[str, Any]  # what both sides must agree on: KVLayout.identity() and the model's; compared field by field
     load: dict[str, Any]  # free_pages, total_pages, free_slots, total_slots, queued, running, max_context, ...
     metrics: list[Any]  # Metrics.snapshot()
+    live: bytes  # pack_keys of every attempt it holds, whatever its stage: what is not in here it will say no more about
+    turn: int  # how many snapshots it has made: the heartbeat repeats one until there is a new one
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,14 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import zmq
 
 from wire.heartbeat import Heartbeat
-from wire.messages import Refused, Status
+from wire.messages import Refused, Status, pack_keys
 from wire.metrics import Metrics
 from wire.options import option
 from wire.sockets import Inbox, Outbox, open_context
@@ -138,12 +138,20 @@ class Presence:
         self._rate = Rate()
         self._poller = zmq.Poller()
         self._next_publish_s = 0.0
+        self._turn = 0
 
     def join(
-        self, identity: dict[str, Any], model: Model, max_batch: int, counts: Callable[[], dict[str, int]], bulk: Bulk
+        self,
+        identity: dict[str, Any],
+        model: Model,
+        max_batch: int,
+        counts: Callable[[], dict[str, int]],
+        live: Callable[[], Iterable[tuple[int, int]]],
+        bulk: Bulk,
     ) -> None:
-        """Starts the heartbeat. `counts` gives what changes: the pool's pages and slots, queued, running."""
-        self._identity, self._counts, self._bulk = identity, counts, bulk
+        """Starts the heartbeat. `counts` gives what changes: the pool's pages and slots, queued, running; `live` the keys
+        of all that is in hand."""
+        self._identity, self._counts, self._live, self._bulk = identity, counts, live, bulk
         self._facts = {
             "max_context": min(model.max_position_embeddings, counts()["total_pages"] * self._config.page_tokens),
             "vocab_size": model.vocab_size,
@@ -187,7 +195,11 @@ class Presence:
         self.metrics.total("late_frames", self._bulk.late_frames)
         self.metrics.total("dropped_messages", self.outbox.dropped)
         load = {**self._facts, **counts, "tokens_per_s": self._rate.per_s(now_s)}
-        return Status(self._role, self.name, "serving", self.inbox.address, self._identity, load, self.metrics.snapshot())
+        self._turn += 1
+        return Status(
+            self._role, self.name, "serving", self.inbox.address, self._identity, load, self.metrics.snapshot(),
+            pack_keys(self._live()), self._turn,
+        )  # fmt: skip
 
 
 class Worker(Protocol):
