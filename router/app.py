@@ -24,6 +24,7 @@ from router.health import Health
 from router.openai import (
     CompletionRequest,
     Options,
+    check_fits,
     check_ids,
     check_scores,
     check_vocabulary,
@@ -41,8 +42,10 @@ from wire.sockets import Inbox
 
 _LOG = logging.getLogger("pdserve.router")
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-INLINE_CHARS = 2000  # longer texts are tokenised in a thread: 150,000 characters take 0.1 s
-LONG_CHARS = 200_000  # and still longer ones in another, so that others do not wait behind them
+INLINE_BYTES = 1 << 17  # larger bodies are read in a thread: this many take up to 20 ms
+SHORT_BYTES = 1 << 21  # and still larger ones in another, so that others do not wait behind them
+INLINE_CHARS = 2000  # more text is tokenised in a thread: 150,000 characters take 0.1 s
+LONG_CHARS = 200_000  # and still more in the other
 INLINE_NUMBERS = 20_000  # answers with more of them are written in that other thread
 Made = TypeVar("Made")
 OPENAPI = Path(__file__).with_name("openapi.json")
@@ -91,6 +94,9 @@ class App:
         except ApiError as error:
             self._metrics.add(f"http_{error.status}")
             return _error_reply(error)
+        except web.RequestPayloadError as error:
+            self._metrics.add("http_400")
+            return _error_reply(ApiError(400, str(error), code="broken_body")).close_after()
         except web.HTTPRequestEntityTooLarge:
             self._metrics.add("http_413")
             return _error_reply(self._too_large()).close_after()
@@ -117,9 +123,10 @@ class App:
     # ---- generation ----
 
     async def completions(self, http: web.BaseRequest) -> web.StreamResponse:
-        wanted = parse_completion(await self._read(http), self._config.max_logprobs)
+        body = await self._read(http)
+        wanted = await self._by_size(body, partial(self._parse, parse_completion, body))
         options = self._admit(wanted.options, len(wanted.prompts))
-        prompts = [await self._prompt(prompt, wanted) for prompt in wanted.prompts]
+        prompts = await self._prompts(wanted)
         sampling = self._completion_sampling(wanted, prompts)
         if not options.stream:
             answer = Completion(wanted, prompts, self._tokenizer, self._model, self._long_work)
@@ -129,16 +136,18 @@ class App:
         return await self._streamed(events, stream, sampling)
 
     async def chat_completions(self, http: web.BaseRequest) -> web.StreamResponse:
-        wanted = parse_chat(await self._read(http), self._config.max_logprobs)
+        body = await self._read(http)
+        wanted = await self._by_size(body, partial(self._parse, parse_chat, body))
         options = self._admit(wanted.options, 1)
         if self._tokenizer is None:
             raise invalid("messages", _NO_TOKENIZER, "no_tokenizer")
         try:
-            text = encode_chat(wanted.messages, wanted.thinking, wanted.effort)
+            text = await self._by_size(body, partial(encode_chat, wanted.messages, wanted.thinking, wanted.effort))
         except RecursionError as error:  # nested as deep as JSON may be read, which is too deep to write it again
             raise invalid("messages", "tools or schemas are nested too deeply") from error
-        prompts = [Prompt(await self._encode(text, "messages"), text)]
-        sampling = [options.params(self._output(options, prompts[0], 0))]
+        [ids] = await self._encode([text], "messages")
+        prompts = [Prompt(ids, text)]
+        sampling = [options.params(output_tokens(options, len(ids), self._context(), 0, "messages"))]
         shape = ChatShape(text.endswith(THINK), wanted.tools)
         if not options.stream:
             return await self._whole(Chat(options, prompts, self._tokenizer, self._model, shape), sampling)
@@ -205,20 +214,33 @@ class App:
 
     # ---- checks and tokens ----
 
-    async def _read(self, http: web.BaseRequest) -> dict[str, Any]:
-        """The JSON body. Raises ApiError 400 or 413."""
+    async def _read(self, http: web.BaseRequest) -> bytes:
+        """The body, which says that it is JSON. Raises ApiError 400, 413 or 415."""
         kind = http.headers.get("Content-Type", "application/json")
         if kind != "application/json" and kind.partition(";")[0].strip().lower() != "application/json":
             raise ApiError(400, f"Content-Type must be application/json, not {kind!r}", code="invalid_content_type")
+        coding = ", ".join(http.headers.getall("Content-Encoding", ()))
+        if coding.strip().lower() not in ("", "identity"):
+            message = f"Content-Encoding: {coding!r} is not supported, send the body as it is"
+            raise ApiError(415, message, "Content-Encoding", "unsupported_encoding")
         if "Expect" in http.headers and http.headers["Expect"].lower() == "100-continue" and http.transport is not None:
             http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         content = http.content
         if not content.is_eof():
-            return parse_json(await http.read())
+            return await http.read()
         body = content.read_nowait()  # all of it came with the head, as it nearly always does: no need to wait in turns
         if len(body) > self._config.max_body_bytes:
             raise self._too_large()
-        return parse_json(body)
+        return body
+
+    def _parse(self, parse: Callable[[dict[str, Any], int], Made], body: bytes) -> Made:
+        return parse(parse_json(body, patient=len(body) > INLINE_BYTES), self._config.max_logprobs)
+
+    async def _by_size(self, body: bytes, make: Callable[[], Made]) -> Made:
+        """Work that grows with the body: done here, or in a thread when it would hold up everybody."""
+        if len(body) <= INLINE_BYTES:
+            return make()
+        return await self._work(self._short_work if len(body) <= SHORT_BYTES else self._long_work, make)
 
     def _admit(self, options: Options, prompts: int) -> Options:
         """Raises ApiError when the model is another one, nobody can serve now, or ids are not in the vocabulary."""
@@ -234,32 +256,40 @@ class App:
         check_vocabulary(options, self._dispatcher.pool.vocab_size)
         return options
 
-    async def _prompt(self, raw: str | list[int], wanted: CompletionRequest) -> Prompt:
-        if isinstance(raw, str):
+    async def _prompts(self, wanted: CompletionRequest) -> list[Prompt]:
+        texts = [raw for raw in wanted.prompts if isinstance(raw, str)]  # all of them, or none
+        if texts:
             if self._tokenizer is None:
                 raise invalid("prompt", _NO_TOKENIZER, "no_tokenizer")
+            encoded = await self._encode(texts, "prompt")
             # An empty text still needs a token to go on from.
-            return Prompt(await self._encode(raw, "prompt") or [self._dispatcher.pool.bos_token_id], raw)
-        check_ids(raw, self._dispatcher.pool.vocab_size, "prompt")
-        if not wanted.echo or self._tokenizer is None:
-            return Prompt(raw)
-        decode = partial(self._tokenizer.decode, raw, wanted.options.skip_special)
-        return Prompt(raw, decode() if len(raw) <= INLINE_NUMBERS else await self._work(self._long_work, decode))
+            return [Prompt(ids or [self._dispatcher.pool.bos_token_id], text) for ids, text in zip(encoded, texts, strict=True)]
+        prompts = [Prompt(raw) for raw in wanted.prompts if not isinstance(raw, str)]
+        context = self._context()
+        for prompt in prompts:
+            check_fits(len(prompt.ids), context, "prompt")  # first: the next check takes time on millions of ids
+            check_ids(prompt.ids, self._dispatcher.pool.vocab_size, "prompt")
+        if wanted.echo and self._tokenizer is not None:
+            decode = partial(_decode, self._tokenizer, prompts, wanted.options.skip_special)
+            short = sum([len(prompt.ids) for prompt in prompts]) <= INLINE_NUMBERS
+            return decode() if short else await self._work(self._long_work, decode)
+        return prompts
 
-    async def _encode(self, text: str, param: str) -> list[int]:
+    async def _encode(self, texts: list[str], param: str) -> list[list[int]]:
         assert self._tokenizer is not None
         try:
-            num_bytes = len(text.encode("utf-8"))
+            longest = max([len(text.encode("utf-8")) for text in texts])
         except UnicodeEncodeError as error:
             raise invalid(param, "has half of a surrogate pair, which is not text") from error
-        if len(text) <= INLINE_CHARS:
-            return self._tokenizer.encode(text)
         context = self._context()
-        if num_bytes > context * self._tokenizer.longest_bytes:
-            message = f"{param}: {num_bytes} bytes of text are more than the context of {context} tokens can hold"
-            raise ApiError(400, message, param, "context_length_exceeded")
-        thread = self._short_work if len(text) <= LONG_CHARS else self._long_work
-        return await self._work(thread, partial(self._tokenizer.encode, text))
+        if longest > context * self._tokenizer.longest_bytes:
+            message = f"{longest} bytes of text are more than the context of {context} tokens can hold"
+            raise invalid(param, message, "context_length_exceeded")
+        encode = partial(_encode, self._tokenizer, texts)
+        num_chars = sum(map(len, texts))  # of all: a thousand short texts take as long as a long one
+        if num_chars <= INLINE_CHARS:
+            return encode()
+        return await self._work(self._short_work if num_chars <= LONG_CHARS else self._long_work, encode)
 
     async def _work(self, thread: ThreadPoolExecutor, make: Callable[[], Made]) -> Made:
         return await asyncio.get_running_loop().run_in_executor(thread, make)
@@ -268,11 +298,9 @@ class App:
         scores = wanted.options.logprobs if wanted.echo else -1
         if scores >= 0:
             check_scores(sum([len(prompt.ids) for prompt in prompts]), scores)
-        outputs = [self._output(wanted.options, prompt, COMPLETION_TOKENS) for prompt in prompts]
+        context = self._context()
+        outputs = [output_tokens(wanted.options, len(prompt.ids), context, COMPLETION_TOKENS, "prompt") for prompt in prompts]
         return [wanted.options.params(max(output, 1), scores) for output in outputs]
-
-    def _output(self, options: Options, prompt: Prompt, default: int) -> int:
-        return output_tokens(options, len(prompt.ids), self._context(), default)
 
     def _context(self) -> int:
         """Raises ApiError 503 when the workers have gone while the prompt was tokenised."""
@@ -321,6 +349,14 @@ class App:
 
 _NO_TEXT = "the model has no tokenizer.json, so there is no text to look for it in: use stop_token_ids"
 _NO_TOKENIZER = "the model has no tokenizer.json, so only token ids are served: send prompt as an array of ids"
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    return [tokenizer.encode(text) for text in texts]
+
+
+def _decode(tokenizer: Tokenizer, prompts: list[Prompt], skip_special: bool) -> list[Prompt]:
+    return [Prompt(prompt.ids, tokenizer.decode(prompt.ids, skip_special)) for prompt in prompts]
 
 
 def _error_reply(error: ApiError) -> Reply:

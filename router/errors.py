@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 _TYPES = {400: "invalid_request_error", 404: "not_found_error", 405: "invalid_request_error", 413: "invalid_request_error"}
-_TYPES |= {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+_TYPES |= {415: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 
 class ApiError(Exception):

@@ -27,6 +27,10 @@ MAX_STOP_IDS = 4096
 MAX_BIASES = 1 << 18  # more than any vocabulary; with it a Prefill stays below the size of a message
 MAX_SCORES = MAX_MESSAGE_BYTES // 16  # of a prompt; each takes 8 bytes in PromptLogprobs, and seconds in JSON if it were more
 MAX_ID = (1 << 32) - 1
+MAX_TOP_K = 1 << 31  # as decode has it, and so is the next one
+MIN_REPETITION = 1e-6
+MAX_ARRAYS = 1 << 18  # far more than any request has; 5,000,000 empty ones would hold the interpreter for two seconds
+SLICE_IDS = 1 << 16  # looked at without a break
 INT64 = 1 << 63
 ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -74,10 +78,12 @@ class ChatRequest:
     tools: bool  # look for tool calls in the output
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises ApiError 400; NaN and Infinity are not JSON."""
+def parse_json(body: bytes, patient: bool = False) -> dict[str, Any]:
+    """The JSON object in a body. Raises ApiError 400; NaN and Infinity are not JSON. `patient`: for use in a thread."""
+    if body.count(b"[") > MAX_ARRAYS:
+        raise ApiError(400, f"the body has more than {MAX_ARRAYS} arrays or opening brackets", code="invalid_json")
     try:
-        value = _DECODER.decode(body.decode("utf-8"))
+        value = (_PATIENT_DECODER if patient else _DECODER).decode(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
@@ -129,13 +135,18 @@ def check_vocabulary(options: Options, vocab_size: int) -> None:
     check_ids([token_id for token_id, _ in options.sampling.get("logit_bias", ())], vocab_size, "logit_bias")
 
 
-def output_tokens(options: Options, prompt_tokens: int, context_tokens: int, default: int) -> int:
+def check_fits(prompt_tokens: int, context_tokens: int, param: str) -> None:
+    """Raises ApiError 400 when a prompt alone, which came in the field `param`, leaves no room for a token."""
+    if prompt_tokens >= context_tokens:
+        message = f"{prompt_tokens} tokens, but the context is {context_tokens} and output needs at least one"
+        raise invalid(param, message, "context_length_exceeded")
+
+
+def output_tokens(options: Options, prompt_tokens: int, context_tokens: int, default: int, param: str) -> int:
     """How many tokens may be generated. Raises ApiError 400 when prompt + what was asked for does not fit."""
+    check_fits(prompt_tokens, context_tokens, param)
     room = context_tokens - prompt_tokens
     wanted = options.max_tokens
-    if room < 1:
-        message = f"the prompt has {prompt_tokens} tokens, the context is {context_tokens} and output needs at least one"
-        raise ApiError(400, message, "prompt" if wanted is None else options.max_tokens_field, "context_length_exceeded")
     if wanted is None:
         return max(min(default or room, room), 1)
     if wanted > room:
@@ -211,7 +222,24 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
+def _same(value: dict[str, Any]) -> dict[str, Any]:
+    return value
+
+
+def _integer(digits: str) -> int:
+    return int(digits)
+
+
+def _number_of(digits: str) -> float:
+    return float(digits)
+
+
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+# The scanner in C never lets go of the interpreter: in a thread it stops the event loop as if it ran there. A call of a
+# Python function is a place to switch threads at, so this one has some. It takes twice as long.
+_PATIENT_DECODER = json.JSONDecoder(
+    parse_constant=_refuse_constant, parse_int=_integer, parse_float=_number_of, object_hook=_same
+)
 
 
 def _options(fields: Fields, logprobs: int, least_tokens: int) -> Options:
@@ -252,7 +280,7 @@ def _number(low: float, high: float, above_low: bool = False) -> Reader:
 
 
 def _top_k(value: Any, name: str) -> int:
-    return max(as_integer(value, name, -1, MAX_ID), 0)  # -1 means off elsewhere
+    return max(as_integer(value, name, -1, MAX_TOP_K), 0)  # -1 means off elsewhere
 
 
 def _as_boolean(value: Any, name: str) -> bool:
@@ -287,7 +315,7 @@ _READERS: dict[str, Reader] = {
     "min_p": _number(0.0, 1.0),
     "presence_penalty": _number(-2.0, 2.0),
     "frequency_penalty": _number(-2.0, 2.0),
-    "repetition_penalty": _number(0.0, 10.0, above_low=True),
+    "repetition_penalty": _number(MIN_REPETITION, 10.0),
     "logit_bias": _logit_bias,
     "ignore_eos": _as_boolean,
     "stop_token_ids": _stop_token_ids,
@@ -336,8 +364,9 @@ def _prompts(raw: Any) -> list[str] | list[list[int]]:
 def _prompt_ids(raw: list[Any]) -> list[int]:
     if not raw:
         raise invalid("prompt", "an array of token ids must not be empty")
-    if set(map(type, raw)) == {int} and min(raw) >= 0 and max(raw) <= MAX_ID:  # the long path is slow for 100,000 ids
-        return raw
+    slices = (raw[start : start + SLICE_IDS] for start in range(0, len(raw), SLICE_IDS))
+    if all(set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= MAX_ID for ids in slices):
+        return raw  # the long path is slow for 100,000 ids
     return [as_integer(item, "prompt", 0, MAX_ID) for item in raw]
 
 

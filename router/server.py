@@ -16,7 +16,7 @@ from aiohttp import web
 from router.app import App
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.errors import unavailable
+from router.errors import ApiError
 from router.health import Health
 from router.text import Tokenizer
 from wire.metrics import Metrics
@@ -59,8 +59,13 @@ class Router:
         """Listens. Raises OSError when the HTTP address is taken."""
         loop = asyncio.get_running_loop()
         listener = _listen(self.config.host, self.config.port)
-        server = web.Server(
-            self.app.handle, request_factory=self._request, handler_cancellation=True, access_log=None, logger=_HTTP_LOG
+        server = Server(
+            self.app.handle,
+            request_factory=self._request,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_HTTP_LOG,
+            auto_decompress=False,  # the app refuses what is compressed: inflating it would hold up everybody
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=GOODBYE_S)
         await self._runner.setup()
@@ -76,7 +81,7 @@ class Router:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
                 await self._watch
-        self.dispatcher.fail_all(unavailable("the server is shutting down"))
+        self.dispatcher.fail_all(ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1))
         if self._runner is not None:
             await asyncio.sleep(0.05)  # the handlers write their last words
             await self._runner.cleanup()
@@ -105,7 +110,32 @@ class Router:
 
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]) -> web.BaseRequest:
         loop = asyncio.get_running_loop()
+        protocol.take(payload)
         return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=self.config.max_body_bytes)
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's, which puts a broken body's error behind the request that waits for the rest of that body, for ever."""
+
+    _body: Any = None
+
+    def take(self, body: Any) -> None:
+        """This body belongs to the request that is handled from now on."""
+        self._body = body
+        self._check_body()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._check_body()
+
+    def _check_body(self) -> None:
+        if self._messages and self._body is not None and not self._body.is_eof():  # nothing can follow half a body
+            self._body.set_exception(web.RequestPayloadError("the body's chunked encoding is broken"))
+
+
+class Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, loop=self._loop, **self._kwargs)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -17,10 +17,15 @@ from aiohttp import HttpVersion11, web
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 _OK_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
+UNREAD_S = 30.0  # a client that takes nothing of its answer for this long loses its connection
 
 
 class Reply(web.StreamResponse):
-    """A complete response in one write."""
+    """A complete response in one write.
+
+    It is done when the transport has taken nearly all of it (64 KiB may be left), and only then is the next request of
+    the connection looked at: a client that asks and asks and never reads must not grow memory.
+    """
 
     def __init__(
         self, body: str, status: int = 200, content_type: str = "application/json", headers: Mapping[str, str] | None = None
@@ -48,6 +53,8 @@ class Reply(web.StreamResponse):
         body = self._text.encode()
         head = _OK_HEAD % len(body) if self._is_plain(request) else self._head(request, len(body))
         transport.write(head if request.method == "HEAD" else head + body)
+        if transport.get_write_buffer_size():
+            await _drained(request, transport)
 
     def _is_plain(self, request: web.BaseRequest) -> bool:
         """Nearly every reply: its head is always the same, but for the length."""
@@ -63,6 +70,19 @@ class Reply(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         return None
+
+
+async def _drained(request: web.BaseRequest, transport: asyncio.WriteTransport) -> None:
+    """Waits while more than the transport's high-water mark is unread. Raises ConnectionResetError when nobody reads."""
+    while True:
+        unread_bytes = transport.get_write_buffer_size()
+        try:
+            async with asyncio.timeout(UNREAD_S):
+                return await request.writer.drain()
+        except TimeoutError:
+            if transport.get_write_buffer_size() >= unread_bytes:  # slow is fine, as long as it goes on
+                transport.abort()
+                raise ConnectionResetError("the client does not read") from None
 
 
 class EventStream:

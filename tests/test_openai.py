@@ -3,12 +3,15 @@
 import asyncio
 import json
 import math
+import sys
 import threading
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 
+from router.__main__ import SWITCH_INTERVAL_S
 from router.answer import Answer
 from router.errors import ApiError
 from router.openai import MAX_SCORES, check_scores, output_tokens, parse_chat, parse_completion, parse_json
@@ -78,11 +81,11 @@ BAD_FIELDS: list[tuple[str, list[Any]]] = [
     ("n", [0, 129, True, "1", 1e30]),
     ("temperature", [-0.1, 2.1, "1", True, math.nan, math.inf, 10**400]),
     ("top_p", [0, 1.1, "1"]),
-    ("top_k", [-2, 0.5, "1", True]),
+    ("top_k", [-2, 0.5, "1", True, 2**31 + 1, 2**32 - 1]),
     ("min_p", [-0.1, 1.1]),
     ("presence_penalty", [-2.1, 2.1]),
     ("frequency_penalty", [-2.1, 2.1]),
-    ("repetition_penalty", [0, -1, 11]),
+    ("repetition_penalty", [0, -1, 11, 1e-9]),
     ("seed", ["1", 1.5, 2**63, True]),
     ("stop", [1, [1], [""], "", ["a"] * 17, ["a", None], "x" * 1001, {}]),
     ("stream", ["true", 1]),
@@ -210,18 +213,18 @@ def test_bodies_that_are_no_json_object(body: bytes) -> None:
 
 def test_max_tokens_against_the_context() -> None:
     given_ = parse_completion({"prompt": "x", "max_tokens": 10}).options
-    assert output_tokens(given_, 90, 100, 16) == 10
+    assert output_tokens(given_, 90, 100, 16, "prompt") == 10
     with pytest.raises(ApiError, match="context of 100 tokens") as caught:
-        output_tokens(given_, 91, 100, 16)
+        output_tokens(given_, 91, 100, 16, "prompt")
     assert caught.value.param == "max_tokens"
     absent = parse_completion({"prompt": "x"}).options
-    assert [output_tokens(absent, n, 100, 16) for n in (10, 90, 99)] == [16, 10, 1]
-    assert output_tokens(absent, 10, 100, 0) == 90  # chat: what fits
+    assert [output_tokens(absent, n, 100, 16, "prompt") for n in (10, 90, 99)] == [16, 10, 1]
+    assert output_tokens(absent, 10, 100, 0, "messages") == 90  # chat: what fits
     with pytest.raises(ApiError) as caught:
-        output_tokens(absent, 100, 100, 16)
+        output_tokens(absent, 100, 100, 16, "prompt")
     assert caught.value.param == "prompt"
     with pytest.raises(ApiError) as caught:
-        output_tokens(parse_chat({"messages": MESSAGES, "max_completion_tokens": 95}).options, 10, 100, 0)
+        output_tokens(parse_chat({"messages": MESSAGES, "max_completion_tokens": 95}).options, 10, 100, 0, "messages")
     assert caught.value.param == "max_completion_tokens"
 
 
@@ -628,3 +631,94 @@ def test_other_prompts_of_a_request_that_fails_are_not_dropped_by_a_client() -> 
         assert status == 500 and cluster.count("requests_dropped") == 0 and cluster.count("requests_failed") == 1
 
     check(test, script=Script(ids=LETTERS, tick_s=0.01), probe_every_s=60.0)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1])
+def test_a_prompt_that_fills_the_context_is_named_itself(max_tokens: int | None) -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        for prompt in ([5] * 4096, [[5], [5] * 4096], "x " * 5000):
+            error = await cluster.refusal("completions", {"prompt": prompt, "max_tokens": max_tokens})
+            assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+        body = {"messages": [{"role": "user", "content": "x " * 5000}], "max_tokens": max_tokens}
+        error = await cluster.refusal("chat/completions", body)
+        assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+        error = await cluster.refusal("completions", {"prompt": [5] * 4090, "max_tokens": 9})
+        assert error["param"] == "max_tokens"
+
+    check(test)
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """As in the router's process."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    yield
+    sys.setswitchinterval(before)
+
+
+LARGE: dict[str, tuple[str, bytes]] = {
+    "ids": ("completions", b'{"prompt":[' + b"1," * 5_000_000 + b'1],"max_tokens":1}'),
+    "floats": ("completions", b'{"prompt":[5],"max_tokens":1,"user":[' + b"1.5," * 2_500_000 + b"1]}"),
+    "messages": ("chat/completions", json.dumps({"messages": [{"role": "user", "content": "x"}] * 250_000}).encode()),
+}
+
+
+@pytest.mark.usefixtures("quick_switches")
+@pytest.mark.parametrize("what", LARGE)
+def test_a_large_body_does_not_hold_up_the_others(what: str) -> None:
+    path, body = LARGE[what]
+
+    async def test(cluster: ScriptedCluster) -> None:
+        async def longest_pause_s() -> float:
+            worst, last = 0.0, time.perf_counter()
+            while not answer.done():
+                await asyncio.sleep(0.001)
+                worst, last = max(worst, time.perf_counter() - last), time.perf_counter()
+            return worst
+
+        async def post() -> int:
+            async with cluster.http.post(f"/v1/{path}", data=body, headers={"Content-Type": "application/json"}) as response:
+                return response.status
+
+        answer = asyncio.create_task(post())
+        assert await longest_pause_s() < 0.2  # some 0.02; 0.3 and more if the parser of the standard library is not slowed
+        assert await answer == (200 if what == "floats" else 400)
+
+    check(test)
+
+
+def test_a_body_of_a_million_arrays_is_refused_at_once() -> None:
+    with pytest.raises(ApiError, match="arrays"):
+        parse_json(b'{"prompt":[' + b"[]," * 300_000 + b"[]]}")
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_both_ways_to_read_json_are_the_same(patient: bool) -> None:
+    body: dict[str, Any] = {"a": [1, -2, 1.5, 1e300, True, None, "x", {"b": {}}, []], "c": {"d": 10**50}}
+    parsed = parse_json(json.dumps(body).encode(), patient)
+    assert parsed == body and [type(item) for item in parsed["a"]] == [type(item) for item in body["a"]]
+    for bad in (b"[1]", b'{"a":NaN}', b"{", b"\xff", b'{"a":' + b"9" * 5000 + b"}", b'{"a":' + b"[" * 100_000):
+        with pytest.raises(ApiError) as caught:
+            parse_json(bad, patient)
+        assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_many_short_texts_are_tokenised_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str) -> list[int]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+
+    async def test(cluster: ScriptedCluster) -> None:
+        answer = await cluster.complete(prompt=["z" * 300] * 20 + [""], max_tokens=1)
+        assert len(answer["choices"]) == 21 and threads == [False] * 21
+        threads.clear()
+        await cluster.complete(prompt=["z" * 30] * 20, max_tokens=1)
+        assert threads == [True] * 20
+
+    check_wide(test)

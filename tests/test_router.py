@@ -22,7 +22,7 @@ import uvloop
 import zmq
 from aiohttp import HttpVersion11
 
-from router.stream import EventStream
+from router.stream import EventStream, Reply
 from tests.scripted import Script
 from tests.scripted_cluster import TOKENIZER, ScriptedCluster, events, scripted_cluster, until
 
@@ -137,6 +137,24 @@ def test_a_refused_worker_is_told_and_shown() -> None:
 
 
 # ---- losses ----
+
+
+def test_a_prompt_and_an_end_that_are_lost_on_the_way_cost_seconds() -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        cluster.prefills[0].deaf = 1
+        start_s = time.monotonic()
+        unheard = asyncio.create_task(cluster.complete(prompt="x", max_tokens=30))
+        await until(lambda: not cluster.prefills[0].deaf)
+        cluster.decodes[0].lost_ends = 1
+        endless = asyncio.create_task(cluster.complete(prompt="x", max_tokens=20))
+        for answer, length in ((await endless, 20), (await unheard, 30)):
+            assert answer["choices"][0]["text"] == letters(length)
+        assert 1.5 < time.monotonic() - start_s < 6
+        assert cluster.count("tries_lost") == 2 and is_idle(cluster)
+        await cluster.complete(prompt="x", max_tokens=200)  # and nobody else is disturbed
+        assert cluster.count("tries_lost") == 2 and cluster.count("retries") == 2
+
+    check(test, script=Script(ids=LETTERS, tick_s=0.01), probe_every_s=60)
 
 
 def test_a_decode_worker_lost_in_mid_stream_is_not_noticed_by_the_client() -> None:
@@ -431,6 +449,102 @@ def test_old_and_unusual_http_clients() -> None:
     check(test)
 
 
+ASK = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def pipeline(cluster: ScriptedCluster, requests: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client with a small window that sends all its requests and has read nothing yet."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port_of(cluster)))
+    reader, writer = await asyncio.open_connection(sock=client, limit=1000)
+    writer.write(ASK * requests)
+    await asyncio.sleep(0.5)
+    return reader, writer
+
+
+def watch_replies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What every reply left unread."""
+    unread, prepare = [0], Reply.prepare
+
+    async def noted(self: Reply, request: Any) -> None:
+        transport = request.transport
+        unread.append(transport.get_write_buffer_size())
+        await prepare(self, request)
+
+    monkeypatch.setattr(Reply, "prepare", noted)
+    return unread
+
+
+def test_requests_of_a_client_that_does_not_read_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    unread = watch_replies(monkeypatch)
+
+    async def test(cluster: ScriptedCluster) -> None:
+        reader, writer = await pipeline(cluster, 2000)
+        stuck = len(unread)
+        assert stuck < 1000 and max(unread) <= 1 << 20
+        await asyncio.sleep(0.1)
+        assert len(unread) == stuck
+        answers = 0
+        async with asyncio.timeout(15):
+            while answers < 2000:  # then it reads, and nothing is lost
+                await reader.readuntil(b"HTTP/1.1 200 OK\r\n")
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))  # type: ignore[index]
+                answers += 1
+        writer.close()
+        assert max(unread) <= 1 << 20
+
+    check(test)
+
+
+def test_a_client_that_never_reads_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.stream.UNREAD_S", 0.3)
+
+    async def test(cluster: ScriptedCluster) -> None:
+        _, writer = await pipeline(cluster, 2000)
+        assert cluster.router._runner is not None and cluster.router._runner.server is not None
+        server = cluster.router._runner.server
+        await until(lambda: not server.connections)  # with what it left unread: closing alone would wait for ever
+        writer.close()
+        assert (await cluster.complete(**BODY))["usage"]["completion_tokens"] == 5
+
+    check(test)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "identity, gzip", "x"])
+def test_compressed_bodies_are_refused(coding: str) -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        answer = await raw(cluster, raw_post(BODY, f"Content-Encoding: {coding}\r\nConnection: close\r\n"))
+        assert answer.startswith(b"HTTP/1.1 415 ")
+        error = json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]
+        assert error["param"] == "Content-Encoding" and error["type"] == "invalid_request_error"
+        answer = await raw(cluster, raw_post(BODY, "Content-Encoding: Identity\r\nConnection: close\r\n"))
+        assert answer.startswith(b"HTTP/1.1 200 ") and cluster.count("http_500") == 0
+
+    check(test)
+
+
+@pytest.mark.parametrize("before", [b"", ASK, raw_post(BODY | {"max_tokens": 20})])
+def test_a_chunked_body_that_turns_bad_is_answered_and_closed(before: bytes) -> None:
+    async def test(cluster: ScriptedCluster) -> None:
+        start = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{"pro\r\n'
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(cluster))
+        writer.write(before + start)
+        await asyncio.sleep(0.05)
+        writer.write(b"zz\r\n")
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        writer.close()
+        assert answer.count(b"HTTP/1.1 400 Bad Request\r\n") == 1 and answer.count(b"HTTP/1.1 200 OK") == bool(before)
+        assert json.loads(answer.rsplit(b"\r\n\r\n", 1)[1])["error"]["code"] == "broken_body"
+        answer = await raw(cluster, start + b"zz\r\n")  # in one packet, which aiohttp answers by itself
+        assert answer.startswith(b"HTTP/1.0 400 Bad Request\r\n") and cluster.count("http_500") == 0
+
+    check(test, script=Script(ids=LETTERS, tick_s=0.01))
+
+
 def test_the_head_and_the_first_event_come_together_and_each_token_at_once() -> None:
     async def test(cluster: ScriptedCluster) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(cluster))
@@ -505,6 +619,7 @@ def test_the_process_announces_itself_serves_and_ends_streams_on_sigterm() -> No
                         router.send_signal(signal.SIGTERM)
                         rest = await response.text()
                 assert "shutting down" in rest and "[DONE]" not in rest
+                assert events("data:" + rest.split("data:", 1)[1])[-1]["error"]["code"] == "shutting_down"
                 assert await asyncio.wait_for(router.wait(), 10) == 0
                 assert router.stdout is not None and await router.stdout.read() == b""
 
