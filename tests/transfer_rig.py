@@ -64,6 +64,8 @@ def refused(address: str) -> bool:
         socket.create_connection((host, int(port)), timeout=1).close()
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:  # it is closing this very moment
+        return False
     return False
 
 
