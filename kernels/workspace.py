@@ -1,0 +1,94 @@
+"""Memory for results and scratch: one block, handed out like a stack, so that a step allocates nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256  # bytes
+
+
+class Workspace:
+    """`with workspace.active(): ...` makes `empty` below take from it; `frame()` gives back what was taken inside.
+
+    Addresses depend only on the order of the calls, so a captured step finds its tensors where they were.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device | str) -> None:
+        self._block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._used, self._end = 0, nbytes
+        self._first = 0
+        self._other_half: tuple[int, int] | None = None
+        self.peak_bytes = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised. Raises MemoryError that names the size when the block is too small."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        end = self._used + nbytes
+        if end > self._end:
+            raise MemoryError(f"the workspace of {len(self._block)} bytes is {end - self._end} bytes too small for this step")
+        taken = self._block[self._used : end].view(dtype).view(*shape)
+        self._used = -(-end // ALIGNMENT) * ALIGNMENT
+        self.peak_bytes = max(self.peak_bytes, self._used)
+        return taken
+
+    @contextmanager
+    def frame(self) -> Iterator[None]:
+        used = self._used
+        try:
+            yield
+        finally:
+            self._used = used
+
+    def flip(self) -> None:
+        """Goes on in the other half of what is left, emptied; what was taken since the last flip stays until the next.
+
+        So a sublayer's result outlives its scratch by exactly one sublayer, the one that reads it.
+        """
+        if self._other_half is None:
+            middle = (self._used + self._end) // 2 // ALIGNMENT * ALIGNMENT
+            self._other_half, self._end = (middle, self._end), middle
+            self._first = self._used
+        else:
+            self._other_half, (self._used, self._end) = (self._first, self._end), self._other_half
+            self._first = self._used
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        global _active
+        before, _active = _active, self
+        try:
+            yield
+        finally:
+            _active = before
+            self._used, self._end, self._other_half = 0, len(self._block), None
+
+
+_active: Workspace | None = None
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """An uninitialised tensor from the active workspace, or from torch when none is active."""
+    if _active is not None:
+        return _active.take(shape, dtype)
+    return torch.empty(*shape, dtype=dtype, device=device)
+
+
+@contextmanager
+def frame() -> Iterator[None]:
+    """Gives back at its end what `empty` handed out inside; nothing when no workspace is active."""
+    if _active is None:
+        yield
+    else:
+        with _active.frame():
+            yield
+
+
+def flip() -> None:
+    """`Workspace.flip` of the active workspace, if there is one."""
+    if _active is not None:
+        _active.flip()
