@@ -6,72 +6,74 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.quant import ACTIVATION_BLOCK, simulate_fp8
+from kernels import backend, experts_plan
+from kernels.experts_weights import ExpertWeights
+from kernels.quant import ACTIVATION_BLOCK, Quantised, simulate_fp8
+from kernels.quantise import quantise, quantise_reference
+from kernels.route import route, route_reference
 
-WEIGHT_SUM_EPS = 1e-20  # a row whose scores all underflow gets zeros, not NaN
-
-
-def route(
-    x: Tensor, gate: Tensor, bias: Tensor | None, fixed: Tensor | None, experts_per_token: int, factor: float
-) -> tuple[Tensor, Tensor]:
-    """x [T, D], gate float64 [E, D] -> expert ids int64 [T, k] and weights float32 [T, k] that add up to `factor`.
-
-    The k largest of sqrt(softplus(gate x)) + bias, the lowest id first among equals; or `fixed` [T, k] where the token
-    id decides. The bias chooses only; weights come from the scores.
-    """
-    return route_reference(x, gate, bias, fixed, experts_per_token, factor)
+__all__ = ["ExpertWeights", "experts", "experts_reference", "route", "route_reference", "swiglu", "swiglu_reference"]
 
 
-def route_reference(
-    x: Tensor, gate: Tensor, bias: Tensor | None, fixed: Tensor | None, experts_per_token: int, factor: float
-) -> tuple[Tensor, Tensor]:
-    logits = functional.linear(x.double(), gate).float().double()
-    scores = functional.softplus(logits, threshold=40.0).sqrt_()
-    if fixed is not None:
-        ids = fixed
-    else:
-        chosen_by = scores if bias is None else scores + bias
-        ids = torch.sort(chosen_by, descending=True, stable=True).indices[:, :experts_per_token]
-    weights = scores.gather(1, ids)
-    return ids, (weights * (factor / (weights.sum(-1, keepdim=True) + WEIGHT_SUM_EPS))).float()
-
-
-def swiglu(gate_up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
-    """[P, 2F] (gate, then up) -> silu(min(gate, limit)) * clip(up, +-limit) * weights [P], in gate_up's dtype."""
-    return swiglu_reference(gate_up, limit, weights)
+def swiglu(gate_up: Tensor, limit: float, quantised: bool) -> Tensor | Quantised:
+    """[T, 2F] (gate, then up; rows may be apart) -> silu(min(gate, limit)) * clip(up, +-limit), rounded to gate_up's dtype;
+    in FP8 if `quantised`, as the next matrix wants it."""
+    if not backend.active().triton:
+        hidden = swiglu_reference(gate_up, limit)
+        return quantise_reference(hidden) if quantised else hidden
+    return experts_plan.swiglu(gate_up, limit, None, None, quantised)
 
 
 def swiglu_reference(gate_up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
+    """... * weights [P], in gate_up's dtype."""
     gate, up = gate_up.double().chunk(2, -1)
     hidden = functional.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
     return (hidden if weights is None else hidden.mul_(weights[:, None])).to(gate_up.dtype)
 
 
-def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, limit: float, fp8_activation: bool) -> Tensor:
-    """x [T, D], w13 float64 [E, D, 2F], w2 float64 [E, F, D], ids and weights [T, k] -> the weighted sum, float32 [T, D].
+def experts(
+    x: Tensor | Quantised, experts_weights: ExpertWeights, ids: Tensor, weights: Tensor, limit: float, shared: Tensor | None
+) -> Tensor:
+    """x [T, D], ids and weights [T, k] of `route`, shared [T, D] -> the experts' weighted sum and `shared` added up in
+    float32, [T, D] in the activations' dtype (bf16 where x is quantised).
 
-    The weight multiplies before w2, so it is inside that activation's FP8 rounding.
+    Experts that are quantised see x in FP8. The weight multiplies before w2, so it is inside that activation's rounding.
     """
-    return experts_reference(x, w13, w2, ids, weights, limit, fp8_activation)
+    if not backend.active().triton:
+        w13, w2 = experts_weights.w13.values, experts_weights.w2.values
+        total = experts_reference(x, w13, w2, ids, weights, limit, experts_weights.quantised)
+        return (total if shared is None else total + shared).to(_activation_dtype(x))
+    if experts_weights.quantised and isinstance(x, Tensor):
+        x = quantise(x)
+    plan = experts_plan.Plan(ids, experts_weights)
+    gate_up = plan.product(x, experts_weights.w13, gather=True)
+    hidden = plan.swiglu(gate_up, limit, weights, experts_weights.quantised)
+    answers = plan.product(hidden, experts_weights.w2, gather=False)
+    return plan.add_up(answers, shared)
 
 
 def experts_reference(
-    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, limit: float, fp8_activation: bool
+    x: Tensor | Quantised, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, limit: float, fp8_activation: bool
 ) -> Tensor:
+    """w13 float64 [E, D, 2F], w2 float64 [E, F, D] -> float32 [T, D], without the shared expert."""
     k = ids.shape[1]
     by_expert, order = torch.sort(ids.flatten(), stable=True)
     numbers, counts = torch.unique_consecutive(by_expert, return_counts=True)
     runs = list(zip(numbers.tolist(), counts.tolist(), strict=True))
+    dtype = _activation_dtype(x)
 
-    wide = simulate_fp8(x, ACTIVATION_BLOCK) if fp8_activation else x.double()
-    gate_up = _by_expert(wide[order // k], w13, runs).to(x.dtype)
+    if isinstance(x, Quantised):
+        wide = x.values()
+    else:
+        wide = simulate_fp8(x, ACTIVATION_BLOCK) if fp8_activation else x.double()
+    gate_up = _by_expert(wide[order // k], w13, runs).to(dtype)
     hidden = swiglu_reference(gate_up, limit, weights.flatten()[order])
     hidden = simulate_fp8(hidden, ACTIVATION_BLOCK) if fp8_activation else hidden.double()
-    answers = _by_expert(hidden, w2, runs).to(x.dtype)
+    answers = _by_expert(hidden, w2, runs).to(dtype)
 
     summed = torch.empty_like(answers, dtype=torch.float64)
     summed[order] = answers.double()
-    return summed.view(-1, k, x.shape[1]).sum(1).float()
+    return summed.view(-1, k, wide.shape[1]).sum(1).float()
 
 
 def _by_expert(rows: Tensor, weight: Tensor, runs: list[tuple[int, int]]) -> Tensor:
@@ -82,3 +84,7 @@ def _by_expert(rows: Tensor, weight: Tensor, runs: list[tuple[int, int]]) -> Ten
         torch.mm(rows[at : at + count], weight[expert], out=out[at : at + count])
         at += count
     return out
+
+
+def _activation_dtype(x: Tensor | Quantised) -> torch.dtype:
+    return torch.bfloat16 if isinstance(x, Quantised) else x.dtype

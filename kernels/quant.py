@@ -6,11 +6,15 @@ The references hold dequantised values in float64, in which every product of two
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+
+from kernels.jit import jit
 
 FP8_MAX = 448.0
 FP8_AMAX_FLOOR = 1e-4
@@ -23,6 +27,19 @@ FP4_BLOCK = 32
 WEIGHT_BLOCK = 128
 _MANTISSA_BITS = 52  # of a float64
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Activations in FP8: e4m3 codes [T, K] and one ue8m0 byte per 128 of K, uint8 [T, ceil(K / 128)] (spec B.9)."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def values(self) -> Tensor:
+        """float64 [T, K]."""
+        scale = scale_from_byte(self.scales).repeat_interleave(ACTIVATION_BLOCK, -1)
+        return self.codes.double() * scale[..., : self.codes.shape[-1]]
 
 
 def ceil_power_of_two(x: Tensor) -> Tensor:
@@ -146,3 +163,42 @@ def hadamard_matrix(size: int, device: torch.device) -> Tensor:
 def hadamard(x: Tensor) -> Tensor:
     """x [..., size] times the Hadamard matrix, in x's dtype."""
     return (x.double() @ hadamard_matrix(x.shape[-1], x.device)).to(x.dtype)
+
+
+# Device functions. Scales are found with integers on the bits of a float32, so they are exact where a logarithm is not.
+
+
+@jit
+def ue8m0_for_fp8(amax):
+    """float32 -> int32, the ue8m0 byte of 2^ceil(log2(max(amax, 1e-4) / 448)); 448 = 1.75 * 2^8."""
+    bits = tl.maximum(amax, 1e-4).to(tl.int32, bitcast=True)
+    return ((bits + 0x1FFFFF) >> 23) - 8
+
+
+@jit
+def ue8m0_for_fp4(amax):
+    """float32 -> int32, the ue8m0 byte of 2^ceil(log2(max(amax, 6 * 2^-126) / 6)); 6 = 1.5 * 2^2."""
+    bits = tl.maximum(amax, 7.052966104933725e-38).to(tl.int32, bitcast=True)
+    return ((bits + 0x3FFFFF) >> 23) - 2
+
+
+@jit
+def power_of_two(byte):
+    """int32 ue8m0 byte, 1..254 -> float32 2^(byte - 127)."""
+    return (byte << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def inverse_power_of_two(byte):
+    """int32 ue8m0 byte, 1..253 -> float32 2^(127 - byte)."""
+    return ((254 - byte) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def round_fp4(x):
+    """float32 in -6..6 -> the nearest e2m1 value, float32; ties to the even code. Adding 1.5 * 2^23 times the step of the
+    value's binade rounds half to even on it."""
+    size = tl.abs(x)
+    step = tl.where(size < 2.0, 0.5, tl.where(size < 4.0, 1.0, 2.0))
+    shift = step * 12582912.0
+    return (x + shift) - shift

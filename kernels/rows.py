@@ -1,5 +1,9 @@
 """What one cached row is, byte for byte: a KV row and an index row, each in FP8, BF16 or FP32.
 
+A row is its values, then its scales (none in the plain formats). A page keeps the two apart: `rows` times the values,
+then `rows` times the scales (spec C.5), so that values are aligned to 16 bytes. A ring, whose rows travel one by one,
+keeps them together and pads a row to 16 bytes; rows of a step that are not stored yet have the ring's form.
+
 A quantised checkpoint was trained with its rows rounded (spec B.9), so for it the values are the same in all three
 formats: the stored FP8 row is the rounding itself.
 """
@@ -26,6 +30,27 @@ from kernels.quant import (
 
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SCALE_BYTES_ALIGNMENT = 8
+RING_ALIGNMENT = 16
+
+
+def planes(pages: Tensor, row: KVRow | IndexRow) -> tuple[Tensor, Tensor]:
+    """A page field uint8 [pages, rows, row_bytes] as its values [pages, rows, value_bytes] and scales [pages, rows, ..]."""
+    block, rows = pages.flatten(1), pages.shape[1]
+    values = block[:, : rows * row.value_bytes].unflatten(1, (rows, row.value_bytes))
+    return values, block[:, rows * row.value_bytes :].unflatten(1, (rows, row.scale_bytes))
+
+
+def read_rows(pages: Tensor, row: KVRow | IndexRow, page: Tensor, number: Tensor) -> Tensor:
+    """Rows `number` of the pages `page` (int64, broadcast together): uint8 [..., row_bytes], values then scales."""
+    values, scales = planes(pages, row)
+    return torch.cat((values[page, number], scales[page, number]), -1)
+
+
+def write_rows(pages: Tensor, row: KVRow | IndexRow, page: Tensor, number: Tensor, packed: Tensor) -> None:
+    """Stores packed rows [M, row_bytes or more] as rows `number` [M] of the pages `page` [M]."""
+    values, scales = planes(pages, row)
+    values[page, number] = packed[..., : row.value_bytes]
+    scales[page, number] = packed[..., row.value_bytes : row.row_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +71,43 @@ class KVRow:
         return self.head_dim - self.rope_dim
 
     @property
-    def row_bytes(self) -> int:
+    def value_bytes(self) -> int:
         if self.kind in PLAIN_DTYPES:
             return self.head_dim * PLAIN_DTYPES[self.kind].itemsize
-        blocks = -(-self.plain_dim // KV_BLOCK)
-        return self.plain_dim + 2 * self.rope_dim + -(-blocks // SCALE_BYTES_ALIGNMENT) * SCALE_BYTES_ALIGNMENT
+        return self.plain_dim + 2 * self.rope_dim
+
+    @property
+    def scale_bytes(self) -> int:
+        blocks = 0 if self.kind in PLAIN_DTYPES else -(-self.plain_dim // KV_BLOCK)
+        return _round_up(blocks, SCALE_BYTES_ALIGNMENT)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.value_bytes + self.scale_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        return _round_up(self.row_bytes, RING_ALIGNMENT)
 
     def pack(self, x: Tensor) -> Tensor:
-        """x [..., head_dim] -> uint8 [..., row_bytes]."""
+        """x [..., head_dim] -> uint8 [..., ring_bytes], padded with zeros."""
+        row = torch.zeros(*x.shape[:-1], self.ring_bytes, dtype=torch.uint8, device=x.device)
         if self.kind in PLAIN_DTYPES:
-            return self._round(x).to(PLAIN_DTYPES[self.kind]).contiguous().view(torch.uint8)
+            row[..., : self.value_bytes] = self._round(x).to(PLAIN_DTYPES[self.kind]).contiguous().view(torch.uint8)
+            return row
         codes, scale = quantise_fp8(x[..., : self.plain_dim], KV_BLOCK)
-        row = torch.zeros(*x.shape[:-1], self.row_bytes, dtype=torch.uint8, device=x.device)
-        scales_at = self.plain_dim + 2 * self.rope_dim
+        scales_at = self.value_bytes
         row[..., : self.plain_dim] = codes[..., : self.plain_dim].view(torch.uint8)
         row[..., self.plain_dim : scales_at] = x[..., self.plain_dim :].bfloat16().contiguous().view(torch.uint8)
         row[..., scales_at : scales_at + scale.shape[-1]] = scale_to_byte(scale)
         return row
 
     def unpack(self, row: Tensor) -> Tensor:
-        """uint8 [..., row_bytes] (last dim contiguous) -> float64 [..., head_dim]."""
+        """uint8 [..., row_bytes or ring_bytes] (last dim contiguous) -> float64 [..., head_dim]."""
         if self.kind in PLAIN_DTYPES:
-            return row.view(PLAIN_DTYPES[self.kind]).double()
+            return row[..., : self.value_bytes].contiguous().view(PLAIN_DTYPES[self.kind]).double()
         values = torch.empty(*row.shape[:-1], self.head_dim, dtype=torch.float64, device=row.device)
-        scales_at = self.plain_dim + 2 * self.rope_dim
+        scales_at = self.value_bytes
         values[..., : self.plain_dim] = fp8_values(row[..., : self.plain_dim])
         values[..., self.plain_dim :] = row[..., self.plain_dim : scales_at].view(torch.bfloat16)
         for block, first in enumerate(range(0, self.plain_dim, KV_BLOCK)):
@@ -96,10 +134,16 @@ class IndexRow:
     rounded: bool
 
     @property
+    def value_bytes(self) -> int:
+        return self.dim * (PLAIN_DTYPES[self.kind].itemsize if self.kind in PLAIN_DTYPES else 1)
+
+    @property
+    def scale_bytes(self) -> int:
+        return 0 if self.kind in PLAIN_DTYPES else torch.float32.itemsize
+
+    @property
     def row_bytes(self) -> int:
-        if self.kind in PLAIN_DTYPES:
-            return self.dim * PLAIN_DTYPES[self.kind].itemsize
-        return self.dim + 4
+        return self.value_bytes + self.scale_bytes
 
     def round(self, x: Tensor) -> Tensor:
         """x [..., dim] as the scores see it, in x's dtype."""
@@ -120,3 +164,7 @@ class IndexRow:
             return row.view(PLAIN_DTYPES[self.kind]).double()
         scale = row[..., self.dim :].view(torch.float32)
         return fp8_values(row[..., : self.dim]) * scale
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step

@@ -4,7 +4,8 @@ The order is that of vLLM V1: masks and bias change the logits, then penalties; 
 top-p drop tokens in this order, each from what the one before has left; one uniform number picks from the rest. Every
 row is computed from its own data alone, so a row's token does not depend on which other rows share the step.
 
-Plain torch on every device; penalties and masks are sparse (lists of places), so rows without them pay nothing.
+Plain torch on every device; penalties and masks are sparse (lists of places), so rows without them pay nothing. The same
+for a captured step, with a row's parameters in tensors of fixed shapes, is `sample` at the end of the file.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kernels import backend
+from kernels.sample_triton import remember_rows, sample_rows
 
 _NO_TOKEN = float("-inf")
 
@@ -190,3 +194,141 @@ def top_logprobs(logits: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Te
     logprobs = torch.log_softmax(logits, dim=-1)
     values, ids = logprobs.topk(min(top_k, logits.shape[1]), dim=-1)
     return logprobs.gather(1, chosen[:, None])[:, 0], ids, values
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What `sample` reads of each row, on the device and of fixed shapes: a captured step finds new values in place.
+
+    counts is indexed by slot, not by row, so that it stays where it is when rows move: 2 * (how often the id was generated)
+    + (1 if the prompt has it). The lists hold distinct ids; the first `..._counts` of a row count.
+    """
+
+    temperature: Tensor  # float64 [R]; 0: greedy
+    top_k: Tensor  # int32 [R]; 0: off
+    top_p: Tensor  # float64 [R]; 1: off
+    min_p: Tensor  # float64 [R]; 0: off
+    presence: Tensor  # float32 [R]; 0: off
+    frequency: Tensor  # float32 [R]; 0: off
+    repetition: Tensor  # float32 [R]; 1: off
+    slots: Tensor  # int64 [R], rows of counts
+    counts: Tensor  # int32 [slots, V]
+    forbidden: Tensor  # int32 [R, F]
+    forbidden_counts: Tensor  # int32 [R]
+    bias_ids: Tensor  # int32 [R, B]
+    bias_values: Tensor  # float32 [R, B]
+    bias_counts: Tensor  # int32 [R]
+    stream: Tensor  # int64 [R], from `noise_stream`
+    position: Tensor  # int64 [R], of the new token
+
+    @classmethod
+    def neutral(
+        cls, rows: int, vocab: int, slots: int, device: torch.device | str, forbidden: int = 16, biases: int = 512
+    ) -> Parameters:
+        """Greedy rows without changes. forbidden and biases: what a row's lists can hold, powers of two."""
+
+        def filled(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        return cls(
+            temperature=filled(rows, dtype=torch.float64),
+            top_k=filled(rows),
+            top_p=filled(rows, value=1, dtype=torch.float64),
+            min_p=filled(rows, dtype=torch.float64),
+            presence=filled(rows, dtype=torch.float32),
+            frequency=filled(rows, dtype=torch.float32),
+            repetition=filled(rows, value=1, dtype=torch.float32),
+            slots=filled(rows, dtype=torch.int64),
+            counts=filled(slots, vocab),
+            forbidden=filled(rows, forbidden),
+            forbidden_counts=filled(rows),
+            bias_ids=filled(rows, biases),
+            bias_values=filled(rows, biases, dtype=torch.float32),
+            bias_counts=filled(rows),
+            stream=filled(rows, dtype=torch.int64),
+            position=filled(rows, dtype=torch.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """ids int64 [R]. The peaks, float32 [R], are the largest logit of the row as the model gave it and after the client's
+    changes: a row whose peak is not finite has no token (its id is still one of the vocabulary). Log probabilities are of
+    the model's own logits, of the chosen token float32 [R] and of the likeliest int64 and float32 [R, tops], lowest id first
+    on ties; they hold nothing where none were asked for."""
+
+    ids: Tensor
+    model_peak: Tensor
+    peak: Tensor
+    logprob: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+def sample(logits: Tensor, parameters: Parameters, draws: bool = True, edits: bool = True, tops: int = -1) -> Sampled:
+    """One token a row of float32 logits [R, V], which are left as they are. Captured in a graph it reads only tensors.
+
+    draws, edits: whether any row may have a temperature, or penalties, bias or forbidden ids: without them there is less to
+    start. tops: how many log probabilities beside the chosen token's, at most 20; -1 for none at all.
+
+    Greedy tokens are the reference's. A drawn token differs from the reference's only where rounding moves a border past
+    the noise: a weight is off by at most 4e-6 of itself (float32 exponent) plus 2^-44 of the likeliest token's.
+    """
+    if not backend.active().triton:
+        return sample_reference(logits, parameters, draws, edits, tops)
+    return Sampled(*sample_rows(logits, parameters, draws, edits, tops))
+
+
+def sample_reference(logits: Tensor, parameters: Parameters, draws: bool, edits: bool, tops: int) -> Sampled:
+    """`sample` from the functions above."""
+    p, changed = parameters, logits.clone()
+    model_peak = greedy(logits)[0]
+    if edits:
+        _edit(changed, p)
+    peak, ids = greedy(changed)
+    rows = torch.nonzero(p.temperature > 0).flatten() if draws else ids[:0]
+    if len(rows):
+        temperature, top_k, top_p, min_p = (x[rows].tolist() for x in (p.temperature, p.top_k, p.top_p, p.min_p))
+        filters = Draw.build(temperature, top_k, top_p, min_p, logits.device)
+        drawn = draw(weights(changed[rows], filters), uniform(p.stream[rows], p.position[rows]))
+        ids = ids.index_copy(0, rows, torch.where(peak[rows].isfinite(), drawn, ids[rows]))
+    logprob, top_ids, top_logprobs = top_logprobs_in_order(logits, ids, max(tops, 0))
+    return Sampled(ids, model_peak, peak, logprob, top_ids, top_logprobs)
+
+
+def top_logprobs_in_order(logits: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`top_logprobs` with the lowest ids first on ties."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    ids = logprobs.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+    return logprobs.gather(1, chosen[:, None])[:, 0], ids, logprobs.gather(1, ids)
+
+
+def remember(ids: Tensor, slots: Tensor, counts: Tensor) -> None:
+    """Counts one more generated token in each row's slot of `Parameters.counts`. ids, slots int64 [R]; rows that only fill
+    up a batch share a slot that nobody reads."""
+    if backend.active().triton:
+        remember_rows(ids, slots, counts)
+    else:
+        counts[slots, ids] += 2
+
+
+def _edit(logits: Tensor, p: Parameters) -> None:
+    """Masks, then bias, then penalties, in place."""
+    forbid(logits, *_listed(p.forbidden, p.forbidden_counts))
+    rows, ids = _listed(p.bias_ids, p.bias_counts)
+    bias(logits, rows, ids, _entries(p.bias_values, p.bias_counts))
+    seen = p.counts[p.slots]
+    penalised = (p.presence != 0) | (p.frequency != 0) | (p.repetition != 1)
+    rows, ids = torch.nonzero((seen != 0) & penalised[:, None], as_tuple=True)
+    generated = (seen[rows, ids] >> 1).float()
+    penalize(logits, Counts(rows, ids, generated, p.presence[rows], p.frequency[rows], p.repetition[rows]))
+
+
+def _listed(ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The places (rows, ids) of lists [R, N] of which the first counts [R] entries are in use."""
+    rows = torch.arange(len(ids), device=ids.device).repeat_interleave(counts)
+    return rows, _entries(ids, counts).long()
+
+
+def _entries(values: Tensor, counts: Tensor) -> Tensor:
+    return values[torch.arange(values.shape[1], device=values.device) < counts[:, None]]

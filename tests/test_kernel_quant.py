@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import quant
-from kernels.gemm import grouped_linear, linear
+from kernels.gemm import GroupedWeight, LinearWeight, grouped_linear, linear
 from kernels.rows import IndexRow, KVRow
 from model.config import ModelConfig
 from model.weights import Checkpoint
@@ -43,9 +43,9 @@ def test_linear_units() -> None:
         ("layers.3.attn.wo_b", (128, 256)),
         ("layers.0.ffn.shared_experts.w2", (128, 128)),
     ):
-        weight = checkpoint.take_linear(name, *shape)
-        assert torch.equal(weight[:4].float(), unit[f"linear.{name}.w_rows0_3"])
-        got = linear(unit[f"linear.{name}.x"].bfloat16(), weight, fp8_activation=True)
+        weight = checkpoint.take_linear([name], shape[:1], shape[1])
+        assert torch.equal(weight.values[:4].float(), unit[f"linear.{name}.w_rows0_3"])
+        got = linear(unit[f"linear.{name}.x"].bfloat16(), weight)
         assert torch.equal(got.float(), unit[f"linear.{name}.y"])
 
 
@@ -147,9 +147,11 @@ def test_index_rows_are_rotated_and_rounded() -> None:
 
 def test_linear_takes_any_strides_and_rounds_the_activation_only_if_asked() -> None:
     x, weight = torch.randn(256, 7).bfloat16().T, torch.randn(30, 256, dtype=torch.float64)
-    assert torch.equal(linear(x, weight, True), linear(x.contiguous(), weight, True))
-    assert not torch.equal(linear(x, weight, True), linear(x, weight, False))
-    assert torch.equal(linear(x, weight, False), (x.double() @ weight.T).bfloat16())
+    rounding, plain = LinearWeight(weight, None, True, None), LinearWeight(weight, None, False, None)
+    assert torch.equal(linear(x, rounding), linear(x.contiguous(), rounding))
+    assert not torch.equal(linear(x, rounding), linear(x, plain))
+    assert torch.equal(linear(x, plain), (x.double() @ weight.T).bfloat16())
     grouped = torch.randn(7, 4, 16)
     weights = torch.randn(4, 16, 3, dtype=torch.float64)
-    assert torch.equal(grouped_linear(grouped, weights)[:, 2], (grouped[:, 2].double() @ weights[2]).float())
+    got = grouped_linear(grouped, GroupedWeight(weights, None, None))
+    assert torch.equal(got[:, 2], (grouped[:, 2].double() @ weights[2]).float())
