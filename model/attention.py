@@ -7,13 +7,14 @@ from torch import Tensor
 
 from kernels.attention import sparse_attention
 from kernels.gemm import grouped_linear, linear
-from kernels.indexer import every_entry
-from kernels.norm import query_norm, rms_norm
+from kernels.indexer import Entries
+from kernels.kvrows import kv_rows
+from kernels.norm import query_norm_rope, rms_norm, rms_norm_quantise
+from kernels.quant import Quantised
 from kernels.ragged import Ragged, store_ring
-from kernels.rope import rope
 from model.cache import LayerCache, index_row, kv_row
 from model.compressor import Compressor
-from model.config import CSA, WINDOW_ONLY
+from model.config import CSA, HCA, WINDOW_ONLY
 from model.indexer import Indexer
 from model.weights import Checkpoint
 
@@ -26,14 +27,15 @@ class Attention:
         self.config, self.ratio = config, ratio
         self.row = kv_row(config, kv_dtype)
         hidden, heads, dim, rank = config.hidden_size, config.num_attention_heads, config.head_dim, config.q_lora_rank
-        wq_a = checkpoint.take_linear(f"{prefix}.wq_a", rank, hidden)
-        self.wq_a_kv = torch.cat((wq_a, checkpoint.take_linear(f"{prefix}.wkv", dim, hidden)))
-        self.wq_b = checkpoint.take_linear(f"{prefix}.wq_b", heads * dim, rank)
+        self.wq_a_kv = checkpoint.take_linear([f"{prefix}.wq_a", f"{prefix}.wkv"], [rank, dim], hidden)
+        self.wq_b = checkpoint.take_linear([f"{prefix}.wq_b"], [heads * dim], rank)
         self.q_norm = checkpoint.take_plain(f"{prefix}.q_norm.weight", rank)
         self.kv_norm = checkpoint.take_plain(f"{prefix}.kv_norm.weight", dim)
         self.sinks = checkpoint.take_float(f"{prefix}.attn_sink", heads)
-        self.wo_a = self._take_wo_a(checkpoint, f"{prefix}.wo_a")
-        self.wo_b = checkpoint.take_linear(f"{prefix}.wo_b", hidden, config.o_groups * config.o_lora_rank)
+        self.wo_a = checkpoint.take_grouped(
+            f"{prefix}.wo_a", config.o_groups, config.o_lora_rank, heads * dim // config.o_groups
+        )
+        self.wo_b = checkpoint.take_linear([f"{prefix}.wo_b"], [hidden], config.o_groups * config.o_lora_rank)
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
         if ratio != WINDOW_ONLY:
@@ -41,37 +43,40 @@ class Attention:
         if ratio == CSA:
             self.indexer = Indexer(checkpoint, f"{prefix}.indexer", index_row(config, kv_dtype), frequencies)
 
-    def forward(self, x: Tensor, batch: Ragged, turn: Tensor, cache: LayerCache) -> Tensor:
-        """x [T, hidden] (normed) -> [T, hidden]. The chunk's rows join the window ring last, when history has been read."""
-        c, quantised, eps = self.config, self.config.quantised, self.config.rms_norm_eps
-        latent, kv = torch.split(linear(x, self.wq_a_kv, quantised), [c.q_lora_rank, c.head_dim], -1)
-        latent = rms_norm(latent, self.q_norm, eps)
-        q = torch.unflatten(linear(latent, self.wq_b, quantised), 1, (c.num_attention_heads, c.head_dim))
-        q = rope(query_norm(q, eps), turn)
-        new_rows = self.row.pack(rope(rms_norm(kv, self.kv_norm, eps), turn))
+    def forward(self, x: Tensor, rounded: Tensor | Quantised, batch: Ragged, turn: Tensor, cache: LayerCache) -> Tensor:
+        """x [T, hidden] (normed), and the same as quantised weights see it -> [T, hidden].
+
+        A decode step's rows join the window ring before the ring is read, a chunk's when its history has been read.
+        """
+        c, eps = self.config, self.config.rms_norm_eps
+        projected, kv = torch.split(linear(rounded, self.wq_a_kv), [c.q_lora_rank, c.head_dim], -1)
+        latent = self._latent(projected)
+        q = torch.unflatten(linear(latent, self.wq_b), 1, (c.num_attention_heads, c.head_dim))
+        q = query_norm_rope(q, turn, eps)
+        new_rows = kv_rows(kv, self.kv_norm, eps, turn, self.row, batch, cache.window if batch.is_decode else None)
 
         entries = self._compressed_entries(x, latent, batch, turn, cache)
         out = sparse_attention(
             q, new_rows, batch, cache.window, self.row, c.sliding_window, self.sinks, turn, cache.entries, entries
         )
-        store_ring(batch, cache.window, new_rows)
+        if not batch.is_decode:
+            store_ring(batch, cache.window, new_rows)
         grouped = grouped_linear(torch.unflatten(out, 1, (c.o_groups, -1)).flatten(2), self.wo_a)
-        return linear(grouped.flatten(1), self.wo_b, quantised)
+        return linear(grouped.flatten(1), self.wo_b)
 
-    def _compressed_entries(self, x: Tensor, latent: Tensor, batch: Ragged, turn: Tensor, cache: LayerCache) -> Tensor | None:
+    def _latent(self, projected: Tensor) -> Tensor | Quantised:
+        if self.config.quantised:
+            return rms_norm_quantise(projected, self.q_norm, self.config.rms_norm_eps)[1]
+        return rms_norm(projected, self.q_norm, self.config.rms_norm_eps)
+
+    def _compressed_entries(
+        self, x: Tensor, latent: Tensor | Quantised, batch: Ragged, turn: Tensor, cache: LayerCache
+    ) -> Entries | int | None:
         """Compresses what this step closes, and says which compressed rows each token attends to."""
         if self.compressor is None:
             return None
         assert cache.state is not None and cache.entries is not None
         self.compressor.forward(x, batch, cache.state, cache.entries)
         if self.indexer is None:
-            return every_entry(batch, self.ratio)
+            return HCA
         return self.indexer.forward(x, latent, batch, turn, cache)
-
-    def _take_wo_a(self, checkpoint: Checkpoint, name: str) -> Tensor:
-        """[groups, group's heads * dim, o_lora] float64. The released kernels hold it in bf16 and do not round its input."""
-        c = self.config
-        wo_a = checkpoint.take_linear(name, c.o_groups * c.o_lora_rank, c.num_attention_heads * c.head_dim // c.o_groups)
-        if c.quantised:
-            wo_a = wo_a.bfloat16().double()
-        return torch.unflatten(wo_a, 0, (c.o_groups, c.o_lora_rank)).transpose(1, 2).contiguous()

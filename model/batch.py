@@ -55,4 +55,5 @@ class Batch(Ragged):
             cu_tokens=tensor(cu_tokens),
             slots=tensor([row.slot for row in rows]),
             page_table=tensor([[*row.pages, *[0] * (widest - len(row.pages))] for row in rows]),
+            longest=max(lengths),
         )

@@ -43,12 +43,13 @@ def kv_layout(
         raise ValueError(f"page_tokens is {page_tokens}: it must be a multiple of {longest}, the longest compression window")
     if rollback_tokens < 0:
         raise ValueError(f"rollback_tokens is {rollback_tokens}: it cannot be negative")
-    entry_bytes, index_bytes = kv_row(config, kv_dtype).row_bytes, index_row(config, kv_dtype).row_bytes
+    entry, index_bytes = kv_row(config, kv_dtype), index_row(config, kv_dtype).row_bytes
+    entry_bytes, ring_bytes = entry.row_bytes, entry.ring_bytes
     window = config.sliding_window
     page: list[Field] = []
     slot: list[Field] = []
     for layer in range(config.num_layers):
-        slot.append(Field(layer, "window", 0, window + rollback_tokens, entry_bytes, keep=window - 1))
+        slot.append(Field(layer, "window", 0, window + rollback_tokens, ring_bytes, keep=window - 1))
         match config.ratio(layer):
             case 4:
                 page.append(Field(layer, "csa", 0, page_tokens // CSA, entry_bytes, stride=CSA))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.compress import CompressorWeights, compress
-from kernels.gemm import linear
+from kernels.gemm import LinearWeight, linear
 from kernels.ragged import Ragged
 from kernels.rows import IndexRow, KVRow
 from model.config import CSA
@@ -23,7 +23,7 @@ class Compressor:
         channels = 2 * width if overlap else width
         values = checkpoint.take_plain(f"{prefix}.wkv.weight", channels, config.hidden_size)
         scores = checkpoint.take_plain(f"{prefix}.wgate.weight", channels, config.hidden_size)
-        self.projection = torch.cat((values, scores))
+        self.projection = LinearWeight.plain(torch.cat((values, scores)))
         self.row = row
         self.weights = CompressorWeights(
             ratio,
@@ -36,5 +36,5 @@ class Compressor:
 
     def forward(self, x: Tensor, batch: Ragged, ring: Tensor, pages: Tensor) -> None:
         """x [T, hidden]: closed windows go to `pages`, the tokens' state rows to `ring` (kernels/compress.py)."""
-        projected = linear(x, self.projection, fp8_activation=False, out_dtype=torch.float32)
+        projected = linear(x, self.projection, out_dtype=torch.float32)
         compress(projected, self.weights, batch, ring, pages, self.row, x.dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import backend
 from kvtransfer.arena import Arena
 from model.batch import Batch
 from model.cache import LayerCache, kv_layout, resolve_kv_dtype
@@ -33,6 +34,7 @@ class Runner:
         self.device = torch.device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"--device {device}: torch finds no GPU here; use --device cpu")
+        backend.choose(self.device)
         self.config = ModelConfig.load(model_dir)
         self.kv_dtype = resolve_kv_dtype(self.config, kv_dtype)
         self.layout = kv_layout(self.config, self.kv_dtype, page_tokens)

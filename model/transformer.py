@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.gemm import linear
+from kernels.embed import embed
+from kernels.gemm import LinearWeight, linear
 from kernels.ragged import Ragged
 from kernels.rope import plain_frequencies, rotation, yarn_frequencies
 from model.attention import Attention
 from model.batch import Batch
 from model.cache import LayerCache
 from model.config import WINDOW_ONLY, ModelConfig
-from model.hyper import HyperConnection, HyperHead
+from model.hyper import HyperConnection, HyperHead, Run, through
 from model.moe import MoE
 from model.weights import Checkpoint
 
@@ -43,10 +44,12 @@ class Block:
         self.moe_streams = HyperConnection(checkpoint, prefix, "ffn")
         self.moe = MoE(checkpoint, f"{prefix}.ffn", hashed)
 
-    def forward(self, streams: Tensor, tokens: Tensor, batch: Ragged, turn: Tensor, cache: LayerCache) -> Tensor:
-        """streams [T, n, hidden] and the token ids of the same rows -> the streams after the layer."""
-        streams = self.attention_streams.around(lambda x: self.attention.forward(x, batch, turn, cache), streams)
-        return self.moe_streams.around(lambda x: self.moe.forward(x, tokens), streams)
+    def sublayers(self, tokens: Tensor, batch: Ragged, turn: Tensor, cache: LayerCache) -> list[tuple[HyperConnection, Run]]:
+        """Attention, then experts, for a batch and the token ids of its rows."""
+        return [
+            (self.attention_streams, lambda x, rounded: self.attention.forward(x, rounded, batch, turn, cache)),
+            (self.moe_streams, lambda x, rounded: self.moe.forward(x, rounded, tokens)),
+        ]
 
 
 class Transformer:
@@ -60,18 +63,19 @@ class Transformer:
             for layer in range(config.num_hidden_layers)
         ]
         self.hyper_head = HyperHead(checkpoint, "")
-        self.head = checkpoint.take_plain("head.weight", config.vocab_size, config.hidden_size)
+        self.head = LinearWeight.plain(checkpoint.take_plain("head.weight", config.vocab_size, config.hidden_size))
         self.frequencies = {
-            ratio: layer_frequencies(config, ratio).to(checkpoint.device) for ratio in {*config.compress_ratios}
+            ratio != WINDOW_ONLY: layer_frequencies(config, ratio).to(checkpoint.device) for ratio in {*config.compress_ratios}
         }
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
         """The streams after the last layer, [T, n, hidden]; every layer's KV of the batch is in `caches` afterwards."""
-        streams = self.embed[batch.tokens][:, None].repeat(1, self.config.hc_mult, 1)
-        turns = {ratio: rotation(batch.positions, frequencies) for ratio, frequencies in self.frequencies.items()}
+        streams = embed(batch.tokens, self.embed, self.config.hc_mult)
+        turns = {compressed: rotation(batch.positions, frequencies) for compressed, frequencies in self.frequencies.items()}
+        sublayers: list[tuple[HyperConnection, Run]] = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            streams = layer.forward(streams, batch.tokens, batch, turns[layer.ratio], cache)
-        return streams
+            sublayers += layer.sublayers(batch.tokens, batch, turns[layer.ratio != WINDOW_ONLY], cache)
+        return through(streams, sublayers)
 
     def logits(self, streams: Tensor) -> Tensor:
         """streams [R, n, hidden] -> float32 [R, vocab]."""
@@ -79,4 +83,4 @@ class Transformer:
 
     def vocabulary(self, x: Tensor) -> Tensor:
         """x [R, hidden] (normed) -> float32 [R, vocab]; MTP shares it."""
-        return linear(x, self.head, fp8_activation=False, out_dtype=torch.float32)
+        return linear(x, self.head, out_dtype=torch.float32)

@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight
+from kernels.experts import ExpertWeights
+from kernels.gemm import GroupedWeight, LinearWeight
+from kernels.quant import FP4_BLOCK, WEIGHT_BLOCK
 from model.config import ModelConfig
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -81,9 +84,9 @@ class Checkpoint:
         _refuse_dspark(named)
         return cls(named, config, device)
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """The tensor as stored, on the device. On the CPU it is the mapping itself: convert or copy it. `dtype` is the
-        file format's word for it."""
+    def take(self, name: str, shape: tuple[int, ...], dtype: str, device: str | torch.device | None = None) -> Tensor:
+        """The tensor as stored, on `device` (the checkpoint's if None). On the CPU it is the mapping itself: convert or copy
+        it. `dtype` is the file format's word for it."""
         entry = self._entries.get(name)
         if entry is None:
             raise ValueError(f"tensor {name} is missing in the checkpoint")
@@ -93,32 +96,70 @@ class Checkpoint:
                 f" config.json asks for {dtype} {list(shape)}"
             )
         self._taken.add(name)
-        count = math.prod(shape)
-        return torch.frombuffer(entry.memory, dtype=_DTYPES[dtype], count=count, offset=entry.first).view(shape).to(self.device)
+        stored = torch.frombuffer(entry.memory, dtype=_DTYPES[dtype], count=math.prod(shape), offset=entry.first)
+        return stored.view(shape).to(self.device if device is None else device)
 
     def take_plain(self, name: str, *shape: int) -> Tensor:
-        """A BF16 tensor that is never quantised, as float64."""
-        return self.take(name, shape, "BF16").double()
+        """A BF16 tensor that is never quantised, copied."""
+        return self.take(name, shape, "BF16").clone()
+
+    def take_ids(self, name: str, shape: tuple[int, ...], count: int) -> Tensor:
+        """An I64 tensor of numbers in 0..count-1, copied. Raises ValueError when one is not."""
+        ids = self.take(name, shape, "I64", "cpu").clone()
+        if not bool(((ids >= 0) & (ids < count)).all()):
+            raise ValueError(f"tensor {name} names an expert outside 0..{count - 1}")
+        return ids.to(self.device)
 
     def take_float(self, name: str, *shape: int) -> Tensor:
         """A F32 tensor, copied."""
         return self.take(name, shape, "F32").clone()
 
-    def take_linear(self, name: str, out_features: int, in_features: int) -> Tensor:
-        """NAME.weight, FP8 with NAME.scale in a quantised checkpoint and BF16 in one that is not; float64 [out, in]."""
-        if not self.config.quantised:
-            return self.take_plain(f"{name}.weight", out_features, in_features)
-        weight = self.take(f"{name}.weight", (out_features, in_features), "F8_E4M3")
-        scale = self.take(f"{name}.scale", (-(-out_features // 128), -(-in_features // 128)), "F8_E8M0")
-        return dequantise_fp8_weight(weight, scale)
+    def take_linear(self, names: Sequence[str], out_features: Sequence[int], in_features: int) -> LinearWeight:
+        """The matrices `names` [out, in] on top of each other, as `kernels.gemm` keeps them: FP8 with scales in a quantised
+        checkpoint, BF16 in one that is not. Raises ValueError when scale blocks of the joined matrices would not line up."""
+        parts = [self._take_matrix(name, out, in_features) for name, out in zip(names, out_features, strict=True)]
+        weight, scales = torch.cat([values for values, _ in parts]), [scale for _, scale in parts if scale is not None]
+        if not scales:
+            return LinearWeight.plain(weight)
+        for name, out in list(zip(names, out_features, strict=True))[:-1]:
+            if out % WEIGHT_BLOCK:
+                raise ValueError(f"tensor {name}.weight has {out} rows: only multiples of {WEIGHT_BLOCK} are supported there")
+        return LinearWeight.fp8(weight, torch.cat(scales))
 
-    def take_expert(self, name: str, out_features: int, in_features: int) -> Tensor:
-        """Like `take_linear`, but FP4 where the config says so."""
-        if self.config.expert_dtype != "fp4":
-            return self.take_linear(name, out_features, in_features)
+    def take_grouped(self, name: str, groups: int, out_features: int, in_features: int) -> GroupedWeight:
+        """NAME as `groups` matrices [out, in] over each other. The released kernels hold it in BF16 and do not round its
+        input."""
+        weight, scale = self._take_matrix(name, groups * out_features, in_features)
+        if scale is None:
+            return GroupedWeight.plain(weight.view(groups, out_features, in_features))
+        return GroupedWeight.fp8(weight, scale, groups)
+
+    def take_experts(self, prefix: str, count: int, inner: int, hidden: int) -> ExpertWeights:
+        """w1 (gate), w3 (up) and w2 of every expert, FP4 where the config says so."""
+        made = ExpertWeights.allocate(self._expert_kind(), count, hidden, inner, self.device)
+        shapes = (("w1", inner, hidden), ("w3", inner, hidden), ("w2", hidden, inner))
+        for number in range(count):
+            w1, w3, w2 = (self._take_expert(f"{prefix}.{number}.{name}", out, width) for name, out, width in shapes)
+            made.fill(number, w1, w3, w2)
+        return made
+
+    def _expert_kind(self) -> str:
+        return (self.config.expert_dtype or "fp8") if self.config.quantised else "plain"
+
+    def _take_matrix(self, name: str, out_features: int, in_features: int) -> tuple[Tensor, Tensor | None]:
+        """(e4m3 [out, in], ue8m0 bytes of 128 x 128 blocks), or (bf16, None)."""
+        if not self.config.quantised:
+            return self.take_plain(f"{name}.weight", out_features, in_features), None
+        weight = self.take(f"{name}.weight", (out_features, in_features), "F8_E4M3")
+        blocks = (-(-out_features // WEIGHT_BLOCK), -(-in_features // WEIGHT_BLOCK))
+        return weight, self.take(f"{name}.scale", blocks, "F8_E8M0")
+
+    def _take_expert(self, name: str, out_features: int, in_features: int) -> tuple[Tensor, Tensor | None]:
+        """Like `_take_matrix`, but two e2m1 a byte (int8) with ue8m0 bytes per 32 where experts are FP4."""
+        if self._expert_kind() != "fp4":
+            return self._take_matrix(name, out_features, in_features)
         weight = self.take(f"{name}.weight", (out_features, in_features // 2), "I8")
-        scale = self.take(f"{name}.scale", (out_features, in_features // 32), "F8_E8M0")
-        return dequantise_fp4_weight(weight, scale)
+        return weight, self.take(f"{name}.scale", (out_features, in_features // FP4_BLOCK), "F8_E8M0")
 
     def finish(self) -> None:
         """Raises ValueError when the checkpoint has tensors that nobody took: it is another model than config.json says."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from model.runner import Runner
 FOLDER = Path(__file__).parent / "data" / "golden"
 CASES = ("tiny-bf16", "tiny-fp8fp4")
 PAGE_TOKENS = 256
+DEVICE = os.environ.get("PDSERVE_TEST_DEVICE", "cpu")  # "cuda": the Triton kernels on a GPU
 
 torch.set_num_threads(1)
 
@@ -64,7 +66,7 @@ def layer_outputs(name: str) -> dict[str, Tensor]:
 @cache
 def runner(name: str, kv_dtype: str = "auto", folder: str = "model") -> Runner:
     """One loaded model per test process; 64 pages and 20 slots."""
-    return Runner(model_dir(name, folder), kv_dtype=kv_dtype, page_tokens=PAGE_TOKENS, num_pages=64, num_slots=20)
+    return Runner(model_dir(name, folder), DEVICE, kv_dtype, PAGE_TOKENS, num_pages=64, num_slots=20)
 
 
 def pages_of(slot: int) -> list[int]:
@@ -74,7 +76,7 @@ def pages_of(slot: int) -> list[int]:
 
 def run(model: Runner, rows: Sequence[tuple[int, Sequence[int], int]]) -> tuple[Tensor, Batch]:
     """One step of (slot, tokens, start) rows: the streams of every token, and the batch."""
-    batch = Batch.build([Row(tokens, start, slot, pages_of(slot)) for slot, tokens, start in rows], PAGE_TOKENS)
+    batch = Batch.build([Row(tokens, start, slot, pages_of(slot)) for slot, tokens, start in rows], PAGE_TOKENS, model.device)
     return model.forward(batch), batch
 
 
@@ -83,7 +85,7 @@ def logits_in_chunks(model: Runner, ids: Sequence[int], cuts: Sequence[int], slo
     out, at, sizes = [], 0, list(cuts)
     while at < len(ids):
         size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-        out.append(model.logits(run(model, [(slot, ids[at : at + size], start + at)])[0]))
+        out.append(model.logits(run(model, [(slot, ids[at : at + size], start + at)])[0]).cpu())
         at += size
     return torch.cat(out)
 

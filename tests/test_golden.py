@@ -13,6 +13,9 @@ from model.transformer import Transformer
 from tests import golden
 
 
+KERNEL_ROOM = {"tiny-bf16": 1e-4, "tiny-fp8fp4": 0.05}
+
+
 def judge(name: str, results: dict[str, Any], arrays: dict[str, Any]) -> None:
     assert golden.verify().check(golden.case(name), results, arrays), "see the report above"
 
@@ -27,9 +30,9 @@ def test_every_prompt_alone(name: str) -> None:
     for which, stored in case.prompts.items():
         ids = list(stored["ids"])
         streams, batch = golden.run(model, [(1, ids, 0)])
-        logits = model.logits(streams)
+        logits = model.logits(streams).cpu()
         first = int(logits[-1].argmax())
-        drafted = model.draft(streams, torch.tensor([*ids[1:], first]), batch)[1]
+        drafted = model.draft(streams, torch.tensor([*ids[1:], first], device=golden.DEVICE), batch)[1].cpu()
         arrays |= {f"{which}.logits": logits.numpy(), f"{which}.last_logits": logits[-1].numpy()}
         arrays[f"{which}.mtp_logits"] = drafted.numpy()
         last_drafts[which] = drafted[-1]
@@ -79,20 +82,20 @@ def speculate(model: Runner, ids: list[int], k: int, count: int) -> tuple[list[i
     """(accepted drafts of each round, all tokens)."""
     streams, batch = golden.run(model, [(1, ids, 0)])
     emitted = [int(model.logits(streams[-1:]).argmax())]
-    hidden, logits = model.draft(streams, torch.tensor([*ids[1:], *emitted]), batch)
+    hidden, logits = model.draft(streams, torch.tensor([*ids[1:], *emitted], device=golden.DEVICE), batch)
     rounds, known = [], len(ids)
     while len(emitted) < count:
         drafts = [int(logits[-1].argmax())]
         if k == 2:
-            row = Batch.build([Row([emitted[-1]], known, 1, golden.pages_of(1))], golden.PAGE_TOKENS)
-            drafts.append(int(model.draft(hidden[-1:], torch.tensor(drafts), row)[1][-1].argmax()))
+            row = Batch.build([Row([emitted[-1]], known, 1, golden.pages_of(1))], golden.PAGE_TOKENS, golden.DEVICE)
+            drafts.append(int(model.draft(hidden[-1:], torch.tensor(drafts, device=golden.DEVICE), row)[1][-1].argmax()))
         streams, batch = golden.run(model, [(1, [emitted[-1], *drafts], known)])
         best = model.logits(streams).argmax(-1).tolist()
         accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), k)
         rounds.append(accepted)
         emitted += best[: accepted + 1]
-        row = Batch.build([Row(best[: accepted + 1], known, 1, golden.pages_of(1))], golden.PAGE_TOKENS)
-        hidden, logits = model.draft(streams[: accepted + 1], torch.tensor(best[: accepted + 1]), row)
+        row = Batch.build([Row(best[: accepted + 1], known, 1, golden.pages_of(1))], golden.PAGE_TOKENS, golden.DEVICE)
+        hidden, logits = model.draft(streams[: accepted + 1], torch.tensor(best[: accepted + 1], device=golden.DEVICE), row)
         known += accepted + 1
     return rounds, emitted
 
@@ -108,18 +111,19 @@ def test_streams_of_each_layer(name: str, limits: list[float], monkeypatch: pyte
 
     The stored values come from torch on a CPU, whose bf16 rsqrt of a few numbers rounds twice; so the query norm is that
     for this one comparison."""
-    monkeypatch.setattr("model.attention.query_norm", torch_query_norm)
+    monkeypatch.setattr("kernels.norm.query_norm_reference", torch_query_norm)
     model, stored = golden.runner(name), golden.layer_outputs(name)
     ids = golden.prompt(name, "len5")[0]
-    batch = Batch.build([Row(ids, 0, 1, golden.pages_of(1))], golden.PAGE_TOKENS)
+    batch = Batch.build([Row(ids, 0, 1, golden.pages_of(1))], golden.PAGE_TOKENS, golden.DEVICE)
     for layer, limit in enumerate(limits):
         part = object.__new__(Transformer)
         part.__dict__ |= model.transformer.__dict__ | {"layers": model.transformer.layers[: layer + 1]}
         with torch.inference_mode():
-            streams = part.forward(batch, model.main_caches[: layer + 1]).double()
+            streams = part.forward(batch, model.main_caches[: layer + 1]).double().cpu()
         expected = stored[f"len5.layer{layer}.streams"].double()
         error = ((streams.view_as(expected) - expected).square().mean() / expected.square().mean()).sqrt()
-        assert error <= limit, f"layer {layer}: {error:.3g}"
+        room = KERNEL_ROOM[name] if golden.DEVICE == "cuda" else limit  # float32 sums flip a rounding here and there
+        assert error <= room, f"layer {layer}: {error:.3g}"
 
 
 def test_a_sharded_checkpoint_is_the_same_model() -> None:
