@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import attention_hopper, backend
+from kernels.early import early
 from kernels.jit import jit
 from kernels.launch import launch
 from kernels.quant import power_of_two
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 QUERY_BLOCK = 64  # bounds the memory of a long chunk's gathered rows
 LOG2_E = 1.4426950408889634
 CHUNK = 64  # channels that are loaded and multiplied together, and that share a scale
+SELECTED = -1  # in place of a ratio: rows are listed
 
 
 def sparse_attention(
@@ -145,22 +147,21 @@ class Tiling:
     hopper: bool = False
 
 
-FEW_TOKENS = 4  # up to here many small tiles beat the kernel that gathers a row once for 64 heads
+FEW_TOKENS = 4  # up to here tiles of few heads are worth it: more programs, each gathers all rows
 TYPICAL_TILES = 64  # of a token that sees all rows of its sequence: how many there are is not known on the host
-MOST_SPLITS = 32
+MOST_SPLITS = 64
 
 
 def tiling(q: Tensor, row: KVRow, most_rows: int | None) -> Tiling:
     """From shapes only, so that a row's result depends on nothing else. most_rows: None where it is not bounded."""
     tokens, heads, _ = q.shape
-    if backend.active().hopper and tokens > FEW_TOKENS and attention_hopper.fits(q, row):
+    if backend.active().hopper and attention_hopper.fits(q, row):
         splits = _splits(tokens * heads // attention_hopper.HEADS, most_rows, attention_hopper.ROWS)
-        return Tiling(attention_hopper.HEADS, attention_hopper.ROWS, splits, 8, 1, True)
+        return Tiling(attention_hopper.HEADS, attention_hopper.ROWS, splits, 8, 1, hopper=True)
     wide = q.dtype is torch.float32
     block_heads = 16 if heads <= 16 or tokens <= FEW_TOKENS or wide else 32
-    rows = 64 if backend.active().hopper and block_heads == 16 and not wide else 32
-    splits = _splits(tokens * triton.cdiv(heads, block_heads), most_rows, rows)
-    return Tiling(block_heads, rows, splits, 8, 1 if wide else 2)
+    splits = _splits(tokens * triton.cdiv(heads, block_heads), most_rows, 32)
+    return Tiling(block_heads, 32, splits, 8, 1 if wide else 2)
 
 
 def _splits(programs: int, most_rows: int | None, rows: int) -> int:
@@ -287,16 +288,15 @@ def _launch_decode(
         PAGE_ROWS=pages.shape[1],
         ALIGNMENT=math.gcd(16, row.value_bytes, ring.stride(1)),
         RATIO=ratio,
-        SPLITS=cut.splits,
+        WHOLE=cut.splits == 1,
         BLOCK_HEADS=cut.heads,
         BLOCK_ROWS=cut.rows,
         STAGES=cut.stages,
-        EARLY=early(),
+        EARLY=early()["EARLY"],
         num_warps=cut.warps,
     )
 
 
-SELECTED = -1
 _SELECTED = tl.constexpr(SELECTED)
 _CHUNK = tl.constexpr(CHUNK)
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -339,18 +339,19 @@ def _decode(
     PAGE_ROWS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     RATIO: tl.constexpr,
-    SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One token, BLOCK_HEADS heads, one split. partial [T, SPLITS, H, d] not divided, sums [T, SPLITS, 2, H]: maximum, sum."""
-    if EARLY and SPLITS > 1:
-        gdc_launch_dependents()
+    """One token, BLOCK_HEADS heads, one split. partial [T, splits, H, d] not divided, sums [T, splits, 2, H]: maximum, sum."""
+    if EARLY and not WHOLE:
+        gdc_launch_dependents()  # the kernel that joins the splits may get ready
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    split = tl.program_id(2)
+    split, splits = tl.program_id(2), tl.num_programs(2)
+    part = token * splits + split
     CHUNKS: tl.constexpr = (DIM + _CHUNK - 1) // _CHUNK
     dtype = q_ptr.dtype.element_ty
     channel = tl.arange(0, _CHUNK)
@@ -368,7 +369,7 @@ def _decode(
         compressed = (position + 1) // RATIO
     recent_tiles = tl.cdiv(recent, BLOCK_ROWS)
     tiles = recent_tiles + tl.cdiv(compressed, BLOCK_ROWS)
-    first, last = tiles * split // SPLITS, tiles * (split + 1) // SPLITS
+    first, last = tiles * split // splits, tiles * (split + 1) // splits
 
     queries, sums = (), ()
     for chunk in tl.static_range(CHUNKS):
@@ -400,22 +401,22 @@ def _decode(
             grown = grown + (_dot(weights, rows[chunk], sums[chunk] * shrink[:, None]),)  # noqa: RUF005
         sums = grown
 
-    if SPLITS == 1:
+    if WHOLE:
         sink = tl.load(sinks_ptr + head, head < HEADS, 0.0) * _LOG2_E
         divisor = total + tl.exp2(sink - largest)
         turn_ptr += token * (DIM - PLAIN)
     else:
-        at = sums_ptr + (token * SPLITS + split) * 2 * HEADS + head
+        at = sums_ptr + part * 2 * HEADS + head
         tl.store(at, largest, head < HEADS)
         tl.store(at + HEADS, total, head < HEADS)
     for chunk in tl.static_range(CHUNKS):
         here = (head < HEADS)[:, None] & (channel + chunk * _CHUNK < DIM)[None, :]
         offset = head[:, None] * DIM + (channel + chunk * _CHUNK)[None, :]
-        if SPLITS == 1:
+        if WHOLE:
             done = _turned_back(sums[chunk] / divisor[:, None], turn_ptr, chunk * _CHUNK, dtype, DIM, PLAIN)
             tl.store(out_ptr + token * HEADS * DIM + offset, done, here)
         else:
-            tl.store(partial_ptr + (token * SPLITS + split) * HEADS * DIM + offset, sums[chunk], here & (first < last))
+            tl.store(partial_ptr + part * HEADS * DIM + offset, sums[chunk], here & (first < last))
 
 
 @jit
@@ -552,20 +553,10 @@ def _turned_back(x, turn_ptr, first, dtype: tl.constexpr, DIM: tl.constexpr, PLA
     return rounded(tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), x.shape), dtype)
 
 
-def early() -> bool:
-    """Whether a kernel can be started before the one it waits for has ended."""
-    return backend.active().arch >= 90
-
-
-def combine_tiling(tokens: int) -> tuple[int, int]:
-    """Heads and warps of a program."""
-    return (1, 1) if tokens <= 8 else (2, 2)
-
-
 def combine(partial: Tensor, sums: Tensor, sinks: Tensor, turn: Tensor, out: Tensor) -> None:
-    """The splits put together in their order: partial [T, S, H, d] and sums [T, S, 2, H] of _decode -> out [T, H, d]."""
+    """The splits put together: partial [T, S, H, d] and sums [T, S, 2, H] of _decode -> out [T, H, d]."""
     tokens, splits, heads, dim = partial.shape
-    block_heads, warps = combine_tiling(tokens)
+    block_heads, warps = (2, 4) if splits <= 16 else (1, 8)
     launch(
         _combine,
         (tokens, triton.cdiv(heads, block_heads)),
@@ -579,10 +570,10 @@ def combine(partial: Tensor, sums: Tensor, sinks: Tensor, turn: Tensor, out: Ten
         PLAIN=dim - 2 * turn.shape[1],
         SPLITS=splits,
         BLOCK_HEADS=block_heads,
+        BLOCK_SPLITS=triton.next_power_of_2(splits),
         BLOCK_DIM=triton.next_power_of_2(dim),
-        EARLY=early(),
         num_warps=warps,
-        launch_pdl=early(),
+        **early(),
     )
 
 
@@ -598,30 +589,28 @@ def _combine(
     PLAIN: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    if EARLY:
-        gdc_wait()
+    """BLOCK_HEADS heads of a token, all splits at once."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    channel = tl.arange(0, BLOCK_DIM)
-    real = head < HEADS
-    here = real[:, None] & (channel < DIM)[None, :]
-    sums_ptr += token * SPLITS * 2 * HEADS + head
-    partial_ptr += token * SPLITS * HEADS * DIM
+    split, channel = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DIM)
+    real, wide = head < HEADS, channel < DIM
+    there = real[:, None] & (split < SPLITS)[None, :]
     sink = tl.load(sinks_ptr + head, real, 0.0) * _LOG2_E
-    largest = sink
-    for split in tl.static_range(SPLITS):
-        largest = tl.maximum(largest, tl.load(sums_ptr + split * 2 * HEADS, real, _LEAST))
-    divisor = tl.exp2(sink - largest)
-    whole = tl.zeros([BLOCK_HEADS, BLOCK_DIM], tl.float32)
-    for split in tl.static_range(SPLITS):
-        weight = tl.exp2(tl.load(sums_ptr + split * 2 * HEADS, real, _LEAST) - largest)
-        total = tl.load(sums_ptr + split * 2 * HEADS + HEADS, real, 0.0)
-        part = tl.load(partial_ptr + (split * HEADS + head[:, None]) * DIM + channel[None, :], here, 0.0).to(tl.float32)
-        divisor += total * weight
-        whole += tl.where((total > 0.0)[:, None], part * weight[:, None], 0.0)  # an idle split leaves its part unwritten
+    if EARLY:
+        gdc_wait()
+    at = (token * SPLITS + split[None, :]) * HEADS + head[:, None]
+    part = tl.load(partial_ptr + at[:, :, None] * DIM + channel[None, None, :], there[:, :, None] & wide[None, None, :], 0.0)
+    at = sums_ptr + (token * SPLITS + split[None, :]) * 2 * HEADS + head[:, None]
+    peak, total = tl.load(at, there, _LEAST), tl.load(at + HEADS, there, 0.0)
+    largest = tl.maximum(tl.max(peak, 1), sink)
+    weight = tl.exp2(peak - largest[:, None])
+    divisor = tl.sum(total * weight, 1) + tl.exp2(sink - largest)
+    idle = (total == 0.0)[:, :, None]  # a split without rows leaves its part unwritten
+    whole = tl.sum(tl.where(idle, 0.0, part.to(tl.float32) * weight[:, :, None]), 1)
     turn_ptr += token * (DIM - PLAIN)
     done = _turned_back(whole / divisor[:, None], turn_ptr, 0, out_ptr.dtype.element_ty, DIM, PLAIN)
-    tl.store(out_ptr + (token * HEADS + head[:, None]) * DIM + channel[None, :], done, here)
+    tl.store(out_ptr + (token * HEADS + head[:, None]) * DIM + channel[None, :], done, real[:, None] & wide[None, :])

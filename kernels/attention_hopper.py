@@ -1,6 +1,6 @@
 """Sparse attention of a decode step on Hopper (spec B.5): FP8 rows of 512 channels, 64 heads a program.
 
-Four producer warps gather a tile of rows, widen it to bf16 and put it into shared memory; eight consumer warps multiply it
+Eight producer warps gather a tile of rows, widen it to bf16 and put it into shared memory; eight consumer warps multiply it
 with wgmma while the producers work on the next. A row is gathered once for all 64 heads.
 """
 
@@ -22,12 +22,12 @@ from kernels.launch import launch
 from kernels.rows import KVRow
 
 HEADS, DIM, PLAIN = 64, 512, 448  # of one program; channels of a row; those of them in FP8
-ROWS, HALF = 64, 32  # rows of a tile, and of what a producer thread has in flight
+ROWS = 64  # rows of a tile
 LOG2_E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-1e30)  # a maximum of nothing: finite, so that it can be subtracted from itself
 _HEADS, _DIM, _PLAIN = gl.constexpr(HEADS), gl.constexpr(DIM), gl.constexpr(PLAIN)
-_ROWS, _HALF = gl.constexpr(ROWS), gl.constexpr(HALF)
-_WARPS, _REGISTERS = gl.constexpr(4), gl.constexpr(128)  # of the producers
+_ROWS = gl.constexpr(ROWS)
+_WARPS, _REGISTERS = gl.constexpr(8), gl.constexpr(80)  # of the producers
 
 
 def fits(q: Tensor, row: KVRow) -> bool:
@@ -74,7 +74,7 @@ def decode(
         partial,
         sums,
         out,
-        1.4426950408889634 * dim**-0.5,
+        LOG2_E.value * dim**-0.5,
         q.stride(0),
         q.stride(1),
         ring.stride(0),
@@ -87,7 +87,7 @@ def decode(
         RING_BYTES=ring.stride(1),
         PAGE_ROWS=pages.shape[1],
         RATIO=ratio,
-        SPLITS=splits,
+        WHOLE=splits == 1,
         num_warps=8,
     )
 
@@ -121,29 +121,14 @@ def _decode_hopper(
     RING_BYTES: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
     RATIO: gl.constexpr,
-    SPLITS: gl.constexpr,
+    WHOLE: gl.constexpr,
 ):
     """One token, 64 heads, one split."""
-    if SPLITS > 1:
+    if not WHOLE:
         gdc_launch_dependents()  # the kernel that joins the splits may get ready
     token = gl.program_id(0).to(gl.int64)
     group = gl.program_id(1)
-    split = gl.program_id(2)
-    position = gl.load(positions_ptr + token).to(gl.int32)
-    sequence = gl.load(sequence_ids_ptr + token)
-    ring_ptr += gl.load(slots_ptr + sequence) * slot_bytes
-    table_ptr += sequence * table_width
-    chosen_ptr += token * chosen_width
-    recent = gl.minimum(position + 1, WINDOW)
-    compressed = 0
-    if RATIO < 0:
-        compressed = gl.load(counts_ptr + token)
-    elif RATIO > 0:
-        compressed = (position + 1) // RATIO
-    recent_tiles = (recent + _ROWS - 1) // _ROWS
-    tiles = recent_tiles + (compressed + _ROWS - 1) // _ROWS
-    first, last = tiles * split // SPLITS, tiles * (split + 1) // SPLITS
-
+    part = token * gl.num_programs(2) + gl.program_id(2)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, _DIM], gl.bfloat16)  # of the queries too
     SHARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HEADS, _ROWS], gl.bfloat16)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -159,8 +144,6 @@ def _decode_hopper(
         mbarrier.init(empty.index(stage), count=1)
     gl.thread_barrier()
     head = group * _HEADS
-    whole = token * ALL_HEADS + head
-    part = (token * SPLITS + split) * ALL_HEADS + head
     gl.warp_specialize(
         [
             (
@@ -175,35 +158,41 @@ def _decode_hopper(
                     weights,
                     full,
                     empty,
-                    last - first,
+                    token,
+                    positions_ptr,
+                    counts_ptr,
                     scale,
                     sinks_ptr + head,
                     turn_ptr + token * (_DIM - _PLAIN),
-                    partial_ptr + part * _DIM,
-                    sums_ptr + part + (token * SPLITS + split) * ALL_HEADS,
-                    out_ptr + whole * _DIM,
+                    partial_ptr + (part * ALL_HEADS + head) * _DIM,
+                    sums_ptr + 2 * part * ALL_HEADS + head,
+                    out_ptr + (token * ALL_HEADS + head) * _DIM,
                     ALL_HEADS,
-                    SPLITS,
+                    WINDOW,
+                    RATIO,
+                    WHOLE,
                 ),
             ),
             (
                 _produce,
                 (
-                    first,
-                    last,
-                    recent_tiles,
-                    position + 1 - recent,
-                    recent,
-                    compressed,
+                    token,
+                    positions_ptr,
+                    counts_ptr,
+                    sequence_ids_ptr,
+                    slots_ptr,
                     ring_ptr,
+                    slot_bytes,
                     pages_ptr,
-                    table_ptr,
-                    chosen_ptr,
                     page_bytes,
+                    table_ptr,
+                    table_width,
+                    chosen_ptr + token * chosen_width,
                     rows,
                     hidden,
                     full,
                     empty,
+                    WINDOW,
                     RING_ROWS,
                     RING_BYTES,
                     PAGE_ROWS,
@@ -217,77 +206,88 @@ def _decode_hopper(
 
 
 @gluon_jit
+def _extent(token, positions_ptr, counts_ptr, WINDOW: gl.constexpr, RATIO: gl.constexpr):
+    """Of a token: its oldest window row's position, how many window rows, tiles of them and compressed rows; the tiles
+    first..last of the program."""
+    split, splits = gl.program_id(2), gl.num_programs(2)
+    position = gl.load(positions_ptr + token).to(gl.int32)
+    recent = gl.minimum(position + 1, WINDOW)
+    compressed = 0
+    if RATIO < 0:
+        compressed = gl.load(counts_ptr + token)
+    elif RATIO > 0:
+        compressed = (position + 1) // RATIO
+    recent_tiles = (recent + _ROWS - 1) // _ROWS
+    tiles = recent_tiles + (compressed + _ROWS - 1) // _ROWS
+    return position + 1 - recent, recent, recent_tiles, compressed, tiles * split // splits, tiles * (split + 1) // splits
+
+
+@gluon_jit
 def _produce(
-    first,
-    last,
-    recent_tiles,
-    oldest,
-    recent,
-    compressed,
+    token,
+    positions_ptr,
+    counts_ptr,
+    sequence_ids_ptr,
+    slots_ptr,
     ring_ptr,
+    slot_bytes,
     pages_ptr,
-    table_ptr,
-    chosen_ptr,
     page_bytes,
+    table_ptr,
+    table_width,
+    chosen_ptr,
     rows,
     hidden,
     full,
     empty,
+    WINDOW: gl.constexpr,
     RING_ROWS: gl.constexpr,
     RING_BYTES: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
     RATIO: gl.constexpr,
 ):
-    """Both halves of the next tile are on their way while this one is widened; the row numbers of the one after it too."""
+    """While a tile is widened the next one is on its way from memory, and the row numbers of the one after it."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [_WARPS, 1], [1, 0])
     WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     LINE: gl.constexpr = gl.SliceLayout(1, CODES)
     words = rows._reinterpret(gl.int32, [2, _ROWS, _DIM // 2], WIDE)
-    lists = (2 * last, recent_tiles, oldest, recent, compressed, table_ptr, chosen_ptr)
+    sequence = gl.load(sequence_ids_ptr + token)
+    oldest, recent, recent_tiles, compressed, first, last = _extent(token, positions_ptr, counts_ptr, WINDOW, RATIO)
+    ring_ptr += gl.load(slots_ptr + sequence) * slot_bytes
+    lists = (last, recent_tiles, oldest, recent, compressed, table_ptr + sequence * table_width, chosen_ptr)
     places = (recent_tiles, ring_ptr, pages_ptr, page_bytes)
-    half = 2 * first
-    upper, upper_seen = _number(half, lists, RING_ROWS, PAGE_ROWS, RATIO, LINE)
-    lower, lower_seen = _number(half + 1, lists, RING_ROWS, PAGE_ROWS, RATIO, LINE)
-    upper_raw = _gather(half, upper, upper_seen, places, RING_BYTES, PAGE_ROWS, RATIO, CODES)
-    lower_raw = _gather(half + 1, lower, lower_seen, places, RING_BYTES, PAGE_ROWS, RATIO, CODES)
-    upper, upper_next = _number(half + 2, lists, RING_ROWS, PAGE_ROWS, RATIO, LINE)
-    lower, lower_next = _number(half + 3, lists, RING_ROWS, PAGE_ROWS, RATIO, LINE)
+    row, seen = _number(first, lists, RING_ROWS, PAGE_ROWS, RATIO, LINE)
+    raw = _gather(first, row, seen, places, RING_BYTES, PAGE_ROWS, RATIO, CODES)
+    row, seen_next = _number(first + 1, lists, RING_ROWS, PAGE_ROWS, RATIO, LINE)
     for tile in range(first, last):
         stage = (tile - first) % 2
         mbarrier.wait(empty.index(stage), ((tile - first) // 2 & 1) ^ 1)
-        into, hide = words.index(stage), hidden.index(stage)
-        hide.slice(0, _HALF, dim=0).store(gl.where(upper_seen, 0.0, float("-inf")))
-        hide.slice(_HALF, _HALF, dim=0).store(gl.where(lower_seen, 0.0, float("-inf")))
-        upper_seen = upper_next
-        lower_seen = lower_next
-        half = 2 * tile + 2
-        into.slice(0, _HALF, dim=0).store(_widened(upper_raw))
-        upper_raw = _gather(half, upper, upper_seen, places, RING_BYTES, PAGE_ROWS, RATIO, CODES)
-        upper, upper_next = _number(half + 2, lists, RING_ROWS, PAGE_ROWS, RATIO, LINE)
-        into.slice(_HALF, _HALF, dim=0).store(_widened(lower_raw))
-        lower_raw = _gather(half + 1, lower, lower_seen, places, RING_BYTES, PAGE_ROWS, RATIO, CODES)
-        lower, lower_next = _number(half + 3, lists, RING_ROWS, PAGE_ROWS, RATIO, LINE)
+        hidden.index(stage).store(gl.where(seen, 0.0, float("-inf")))
+        words.index(stage).store(_widened(raw))
+        seen = seen_next
+        raw = _gather(tile + 1, row, seen, places, RING_BYTES, PAGE_ROWS, RATIO, CODES)
+        row, seen_next = _number(tile + 2, lists, RING_ROWS, PAGE_ROWS, RATIO, LINE)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(full.index(stage), count=1)
 
 
 @gluon_jit
-def _number(half, lists, RING_ROWS: gl.constexpr, PAGE_ROWS: gl.constexpr, RATIO: gl.constexpr, LINE: gl.constexpr):
-    """Row numbers int32 [HALF] of half a tile, in the ring or (page * PAGE_ROWS + row) in the pages, and which there are."""
+def _number(tile, lists, RING_ROWS: gl.constexpr, PAGE_ROWS: gl.constexpr, RATIO: gl.constexpr, LINE: gl.constexpr):
+    """Row numbers int32 [ROWS] of a tile, in the ring or (page * PAGE_ROWS + row) in the pages, and which there are."""
     limit, recent_tiles, oldest, recent, compressed, table_ptr, chosen_ptr = lists
-    number = half * _HALF + gl.arange(0, _HALF, LINE)
+    number = tile * _ROWS + gl.arange(0, _ROWS, LINE)
     row = (oldest + number) % RING_ROWS
-    seen = (number < recent) & (half < limit)
+    seen = (number < recent) & (tile < limit)
     if RATIO != 0:
         number -= recent_tiles * _ROWS
-        listed = (number >= 0) & (number < compressed) & (half < limit)
+        listed = (number >= 0) & (number < compressed) & (tile < limit)
         if RATIO < 0:
             compressed_row = gl.load(chosen_ptr + number, listed, -1)
         else:
             page = gl.load(table_ptr + number // PAGE_ROWS, listed, 0).to(gl.int32)
             compressed_row = page * PAGE_ROWS + number % PAGE_ROWS
-        in_ring = half < 2 * recent_tiles
+        in_ring = tile < recent_tiles
         seen = gl.where(in_ring, seen, listed & (compressed_row >= 0))
         row = gl.where(in_ring, row, compressed_row)
     return row, seen
@@ -295,9 +295,9 @@ def _number(half, lists, RING_ROWS: gl.constexpr, PAGE_ROWS: gl.constexpr, RATIO
 
 @gluon_jit
 def _gather(
-    half, row, seen, places, RING_BYTES: gl.constexpr, PAGE_ROWS: gl.constexpr, RATIO: gl.constexpr, CODES: gl.constexpr
+    tile, row, seen, places, RING_BYTES: gl.constexpr, PAGE_ROWS: gl.constexpr, RATIO: gl.constexpr, CODES: gl.constexpr
 ):
-    """What half a tile consists of: seven chunks of codes int32 [HALF, 16], rotary channels int32 [HALF, 32], scales int64."""
+    """What a tile consists of: seven chunks of codes int32 [ROWS, 16], rotary channels int32 [ROWS, 32], scales int64."""
     TURNED: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], CODES.warps_per_cta, [1, 0])
     VALUE_BYTES: gl.constexpr = 2 * _DIM - _PLAIN
     recent_tiles, ring_ptr, pages_ptr, page_bytes = places
@@ -306,7 +306,7 @@ def _gather(
     scales = values + VALUE_BYTES
     block = gl.zeros_like(row).to(gl.int64)
     if RATIO != 0:
-        in_ring = half < 2 * recent_tiles
+        in_ring = tile < recent_tiles
         if not in_ring:
             base = pages_ptr
         line = row % PAGE_ROWS
@@ -316,33 +316,31 @@ def _gather(
     start = base + (block + gl.multiple_of(values, [16]))
     at = start.to(gl.pointer_type(gl.int32))[:, None] + gl.arange(0, 16, gl.SliceLayout(0, CODES))[None, :]
     there = seen[:, None]
-    c0 = gl.load(at, there, 0)
-    c1 = gl.load(at + 16, there, 0)
-    c2 = gl.load(at + 32, there, 0)
-    c3 = gl.load(at + 48, there, 0)
-    c4 = gl.load(at + 64, there, 0)
-    c5 = gl.load(at + 80, there, 0)
-    c6 = gl.load(at + 96, there, 0)
+    codes = ()
+    for chunk in gl.static_range(_PLAIN // 64):
+        codes = codes + (gl.load(at + 16 * chunk, there, 0),)  # noqa: RUF005 (Triton knows no other way)
     turned_at = gl.convert_layout(start, gl.SliceLayout(1, TURNED)).to(gl.pointer_type(gl.int32))[:, None] + 112
     turned_there = gl.convert_layout(seen, gl.SliceLayout(1, TURNED))[:, None]
     turned = gl.load(turned_at + gl.arange(0, 32, gl.SliceLayout(0, TURNED))[None, :], turned_there, 0)
     word = gl.load((base + (block + gl.multiple_of(scales, [8]))).to(gl.pointer_type(gl.int64)), seen, 0)
-    return c0, c1, c2, c3, c4, c5, c6, turned, word
+    return codes + (turned, word)  # noqa: RUF005
 
 
 @gluon_jit
-def _widened(half):
-    """What _gather gives as bf16 pairs int32 [HALF, 256]."""
-    c0, c1, c2, c3, c4, c5, c6, turned, word = half
-    low = gl.join(gl.join(_chunk(c0, word, 0), _chunk(c1, word, 1)), gl.join(_chunk(c2, word, 2), _chunk(c3, word, 3)))
-    last = gl.convert_layout(turned, _chunk(c6, word, 6).type.layout)
-    high = gl.join(gl.join(_chunk(c4, word, 4), _chunk(c5, word, 5)), gl.join(_chunk(c6, word, 6), last))
-    return gl.join(low, high).permute([0, 4, 3, 2, 1]).reshape([_HALF, _DIM // 2])
+def _widened(raw):
+    """What _gather gives as bf16 pairs int32 [ROWS, 256]."""
+    word = raw[8]
+    first = gl.join(_chunk(raw[0], word, 0), _chunk(raw[1], word, 1))
+    low = gl.join(first, gl.join(_chunk(raw[2], word, 2), _chunk(raw[3], word, 3)))
+    last = _chunk(raw[6], word, 6)
+    turned = gl.convert_layout(raw[7], last.type.layout)
+    high = gl.join(gl.join(_chunk(raw[4], word, 4), _chunk(raw[5], word, 5)), gl.join(last, turned))
+    return gl.join(low, high).permute([0, 4, 3, 2, 1]).reshape([_ROWS, _DIM // 2])
 
 
 @gluon_jit
 def _chunk(codes, word, NUMBER: gl.constexpr):
-    """64 channels: e4m3 codes int32 [HALF, 16] times their scale, byte NUMBER of word int64 [HALF]: pairs int32 [HALF, 32].
+    """64 channels: e4m3 codes int32 [ROWS, 16] times their scale, byte NUMBER of word int64 [ROWS]: pairs int32 [ROWS, 32].
 
     A code's bits moved into place are a bf16 that is 2^120 too small; the scale makes up for it.
     """
@@ -368,7 +366,7 @@ def _chunk(codes, word, NUMBER: gl.constexpr):
         is_pure=True,
         pack=1,
     )
-    return gl.join(low, high).reshape([_HALF, 32])
+    return gl.join(low, high).reshape([_ROWS, 32])
 
 
 @gluon_jit
@@ -382,7 +380,9 @@ def _consume(
     weights,
     full,
     empty,
-    tiles,
+    token,
+    positions_ptr,
+    counts_ptr,
     scale,
     sinks_ptr,
     turn_ptr,
@@ -390,17 +390,26 @@ def _consume(
     sums_ptr,
     out_ptr,
     ALL_HEADS: gl.constexpr,
-    SPLITS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    RATIO: gl.constexpr,
+    WHOLE: gl.constexpr,
 ):
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, _ROWS // 2, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 256, 16])
-    _load_queries(q_ptr, q_head, queries)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 128, 16])
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    head = gl.arange(0, _HEADS, gl.SliceLayout(1, BY_ROW))
+    channel = gl.arange(0, _DIM, gl.SliceLayout(0, BY_ROW))
+    q = gl.load(q_ptr + head[:, None] * q_head + channel[None, :])
+    _, _, _, _, first, last = _extent(token, positions_ptr, counts_ptr, WINDOW, RATIO)
+    queries.store(q)
+    fence_async_shared()
+    gl.thread_barrier()
     BY_HEAD: gl.constexpr = gl.SliceLayout(1, LOGITS)
     largest = gl.full([_HEADS], LEAST, gl.float32, BY_HEAD)
     sums = gl.zeros([_HEADS, _DIM], gl.float32, SUMS)
     nothing = gl.zeros([_HEADS, _ROWS], gl.float32, LOGITS)
     total = gl.sum(nothing.reshape([_HEADS, 2, _ROWS // 2]), 2)
-    for tile in range(tiles):
+    for tile in range(last - first):
         stage = tile % 2
         mbarrier.wait(full.index(stage), tile // 2 & 1)
         keys = rows.index(stage)
@@ -425,29 +434,22 @@ def _consume(
         gl.thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     head = gl.arange(0, _HEADS, BY_HEAD)
-    total = gl.convert_layout(gl.sum(total, 1), BY_HEAD)
-    if SPLITS == 1:
-        divisor = total + gl.exp2(gl.load(sinks_ptr + head) * LOG2_E - largest)
-        queries.store((sums * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, SUMS))[:, None]).to(gl.bfloat16))
+    if WHOLE:
+        turn = _turn(turn_ptr)
+        sink = gl.load(sinks_ptr + head) * LOG2_E
+        total = gl.convert_layout(gl.sum(total, 1), BY_HEAD)
+        share = 1.0 / (total + gl.exp2(sink - largest))
+        queries.store((sums * gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]).to(gl.bfloat16))
         gl.thread_barrier()
-        _store_turned(queries, out_ptr, turn_ptr)
+        _store_turned(queries, out_ptr, turn)
     else:
+        total = gl.convert_layout(gl.sum(total, 1), BY_HEAD)
         gl.store(sums_ptr + head, largest)
         gl.store(sums_ptr + ALL_HEADS + head, total)
         queries.store(sums.to(gl.bfloat16))
         gl.thread_barrier()
         _store_channels(queries, partial_ptr, 0, 256)
         _store_channels(queries, partial_ptr, 256, 256)
-
-
-@gluon_jit
-def _load_queries(q_ptr, q_head, queries):
-    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
-    head = gl.arange(0, _HEADS, gl.SliceLayout(1, BY_ROW))
-    channel = gl.arange(0, _DIM, gl.SliceLayout(0, BY_ROW))
-    queries.store(gl.load(q_ptr + head[:, None] * q_head + channel[None, :]))
-    fence_async_shared()
-    gl.thread_barrier()
 
 
 @gluon_jit
@@ -460,17 +462,23 @@ def _store_channels(staged, out_ptr, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon_jit
-def _store_turned(staged, out_ptr, turn_ptr):
-    """`staged` bf16 [64, 512] in shared memory to `out`, its rotary channels turned back by `turn` [32, 2]."""
+def _turn(turn_ptr):
+    """cos and sin float32 [32] of the rotary pairs of channels, laid out as _store_turned wants them."""
+    pair = gl.arange(0, (_DIM - _PLAIN) // 2, gl.SliceLayout(0, gl.BlockedLayout([1, 4], [4, 8], [8, 1], [1, 0])))
+    return gl.load(turn_ptr + 2 * pair), gl.load(turn_ptr + 2 * pair + 1)
+
+
+@gluon_jit
+def _store_turned(staged, out_ptr, turn):
+    """`staged` bf16 [64, 512] in shared memory to `out`, its rotary channels turned back by `turn`."""
     _store_channels(staged, out_ptr, 0, 256)
     _store_channels(staged, out_ptr, 256, 128)
     _store_channels(staged, out_ptr, 384, 64)
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     x = staged.slice(_PLAIN, _DIM - _PLAIN, dim=1).load(BY_ROW).to(gl.float32)
     even, odd = gl.split(x.reshape([_HEADS, (_DIM - _PLAIN) // 2, 2]))
-    pair = gl.arange(0, (_DIM - _PLAIN) // 2, gl.SliceLayout(0, even.type.layout))
-    cos = gl.load(turn_ptr + 2 * pair)[None, :]
-    sin = gl.load(turn_ptr + 2 * pair + 1)[None, :]
+    cos = gl.convert_layout(turn[0], gl.SliceLayout(0, even.type.layout))[None, :]
+    sin = gl.convert_layout(turn[1], gl.SliceLayout(0, even.type.layout))[None, :]
     turned = gl.convert_layout(gl.join(even * cos + odd * sin, odd * cos - even * sin).reshape(x.shape), BY_ROW)
     head = gl.arange(0, _HEADS, gl.SliceLayout(1, BY_ROW))
     channel = _PLAIN + gl.arange(0, _DIM - _PLAIN, gl.SliceLayout(0, BY_ROW))

@@ -78,8 +78,10 @@ def prefill_attention(
 
 
 def _runs_on_hopper(q: Tensor, window: int) -> bool:
-    fits = q.shape[1] % 64 == 0 and q.shape[2] == 512 and window % 128 == 0
-    return backend.active().hopper and q.dtype is torch.bfloat16 and fits
+    heads, dim = q.shape[1:]
+    rows = q.stride(2) == 1 and q.stride(1) == dim and q.stride(0) % dim == 0  # whole rows, for the copy engine
+    fits = heads % 64 == 0 and dim == 512 and window % 128 == 0
+    return backend.active().hopper and q.dtype is torch.bfloat16 and rows and fits
 
 
 def unpack(
@@ -304,14 +306,15 @@ class Tiles:
     stages: int
 
 
-TINY_TILES = Tiles(16, 16, 4, 1)  # float32, or interpreted
+FP32_TILES = Tiles(16, 16, 4, 1)
+FEW_HEADS_TILES = Tiles(16, 32, 4, 1)
 PORTABLE_TILES = Tiles(32, 32, 8, 2)
 
 
 def _tiles(q: Tensor) -> Tiles:
-    if q.dtype is torch.float32 or q.shape[1] <= 16:
-        return TINY_TILES
-    return PORTABLE_TILES
+    if q.dtype is torch.float32:
+        return FP32_TILES
+    return FEW_HEADS_TILES if q.shape[1] <= FEW_HEADS_TILES.heads else PORTABLE_TILES
 
 
 def attend(q: Tensor, batch: Ragged, window: int, sinks: Tensor, turn: Tensor, scratch: Scratch, out: Tensor) -> None:

@@ -2,14 +2,17 @@
 
 A persistent program takes one token (64 of its heads) after another. Keys come in pairs of tiles, 64 keys each; of every tile
 there are two halves of 256 channels. Three warp groups:
-  producer  gathers the rows of scratch into shared memory, half tile after half tile
+  producer  brings query and keys into shared memory, half tile after half tile: rows that follow each other by the copy
+            engine, the others one by one
   left      logits and weights of the even tiles, channels 0-255 of the result
   right     logits and weights of the odd tiles, channels 256-511 of the result
 Weights and running maxima cross through shared memory, so that one group's softmax runs beside the other's products. Tile
 after tile both groups scale their part of the result alike: it is the online softmax over single tiles.
 
-Barriers need no others than "half tile full", "half tile free", "weights of this tile there": a group that sees half tiles of
-the next pair full knows that the other has read what it is about to overwrite, for the producer waited for that.
+There are barriers for "half tile full", "half tile free" and "weights of this tile there". They are enough: a group that sees
+half tiles of the next pair full knows that the other has read what it is about to overwrite, for the producer waited for that.
+A half tile is freed as early as can be (left finishes a pair before it looks at the next): loading it again takes as long as
+the products of a tile.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels import backend
 from kernels.attention_prefill import Scratch
@@ -44,10 +49,12 @@ def attend_hopper(q: Tensor, batch: Ragged, window: int, sinks: Tensor, turn: Te
     tokens, heads, dim = q.shape
     anything = scratch.rows
     work = tokens * (heads // HEADS.value)
+    q_rows = q.stride(0) // dim  # from token to token
     launch(
         _attend_hopper,
         (min(work, backend.active().multiprocessors),),
-        q,
+        _half_tiles(q.as_strided((tokens * q_rows, dim), (dim, 1))),
+        _half_tiles(scratch.rows),
         scratch.rows,
         batch.positions,
         batch.sequence_ids,
@@ -56,15 +63,14 @@ def attend_hopper(q: Tensor, batch: Ragged, window: int, sinks: Tensor, turn: Te
         anything if scratch.places is None else scratch.places,
         sinks,
         turn,
-        out,
+        _half_tiles(out.view(-1, dim)),
         dim**-0.5 * LOG2_E.value,
         work,
         heads,
         scratch.compressed_at,
         batch.page_table.shape[1] * scratch.page_rows,
         1 if scratch.entries is None else scratch.entries.shape[1],
-        q.stride(0),
-        q.stride(1),
+        q_rows,
         RATIO=scratch.ratio,
         SELECTED=scratch.entries is not None,
         MAPPED=scratch.places is not None,
@@ -77,9 +83,16 @@ def attend_hopper(q: Tensor, batch: Ragged, window: int, sinks: Tensor, turn: Te
     )
 
 
-@gluon_jit(do_not_specialize=["work", "heads", "compressed_at", "sequence_rows", "selected"])
+def _half_tiles(rows: Tensor) -> TensorDescriptor:
+    """Rows [N, 512] as the copy engine sees them: 64 rows and 256 channels at a time."""
+    block = [KEYS.value, HALF.value]
+    return TensorDescriptor.from_tensor(rows, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+
+
+@gluon_jit(do_not_specialize=["work", "heads", "compressed_at", "sequence_rows", "selected", "q_rows"])
 def _attend_hopper(
     q,
+    tiles,
     rows,
     positions,
     sequence_ids,
@@ -95,8 +108,7 @@ def _attend_hopper(
     compressed_at,
     sequence_rows,
     selected,
-    q_stride,
-    head_stride,
+    q_rows,
     RATIO: gl.constexpr,
     SELECTED: gl.constexpr,
     MAPPED: gl.constexpr,
@@ -121,7 +133,7 @@ def _attend_hopper(
     free = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
     weighted = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # even, odd
     for number in gl.static_range(6):
-        mbarrier.init(full.index(number), count=GROUP_THREADS)
+        mbarrier.init(full.index(number), count=1 if number >= 4 else GROUP_THREADS + 1)
         mbarrier.init(free.index(number), count=2 if number >= 4 else 1)
     for number in gl.static_range(2):
         mbarrier.init(weighted.index(number), count=1)
@@ -150,6 +162,7 @@ def _attend_hopper(
                     barriers,
                     lengths,
                     q,
+                    tiles,
                     rows,
                     sequence_ids,
                     entries,
@@ -159,8 +172,7 @@ def _attend_hopper(
                     compressed_at,
                     sequence_rows,
                     selected,
-                    q_stride,
-                    head_stride,
+                    q_rows,
                     RATIO,
                     SELECTED,
                     MAPPED,
@@ -197,35 +209,54 @@ def _copy(buffer, rows, first_column):
 
 
 @gluon_jit
+def _copy_run(buffer, tiles, first_row, first_column, barrier):
+    """64 rows that follow each other -> half a tile, by the copy engine. One arrival at the barrier."""
+    mbarrier.expect(barrier, KEYS * HALF * 2)
+    tma.async_copy_global_to_shared(tiles, [first_row, first_column], barrier, buffer)
+
+
+@gluon_jit
+def _fill(buffer, tiles, rows, place, first, column, in_window, barrier, COMPRESSED: gl.constexpr):
+    """Half a tile of the window, whose rows follow each other, or of the rows `place` [64]. One arrival at the barrier."""
+    if COMPRESSED:
+        if in_window:
+            _copy_run(buffer, tiles, first, column, barrier)
+        else:
+            _copy(buffer, rows + place.to(gl.int64) * DIM, column)
+            mbarrier.arrive(barrier)
+    else:
+        _copy_run(buffer, tiles, first, column, barrier)
+
+
+@gluon_jit
 def _producer(
-    queries, keys, barriers, lengths, q, rows, sequence_ids, entries, places, work, heads, compressed_at,
-    sequence_rows, selected, q_stride, head_stride,
+    queries, keys, barriers, lengths, q, tiles, rows, sequence_ids, entries, places, work, heads, compressed_at,
+    sequence_rows, selected, q_rows,
     RATIO: gl.constexpr, SELECTED: gl.constexpr, MAPPED: gl.constexpr, PAGE_ROWS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     full, free, _ = barriers
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lane = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    COMPRESSED: gl.constexpr = SELECTED or RATIO > 0
     groups = heads // HEADS
     done = 0  # pairs of tiles
     for item in range(gl.program_id(0), work, gl.num_programs(0)):
         token = item // groups
-        oldest, count, pairs = _lengths(lengths, token, RATIO, SELECTED, WINDOW)
+        _oldest, count, pairs = _lengths(lengths, token, RATIO, SELECTED, WINDOW)
         sequence = gl.load(sequence_ids + token).to(gl.int32)
         window_at = token + sequence * WINDOW + 1
-        head = (item % groups) * HEADS + lane
-        query = q + token.to(gl.int64) * q_stride + head * head_stride
+        query = token * q_rows + item % groups * HEADS
         even_entry = _entry(entries, token, selected, 0, lane, count, SELECTED and MAPPED)
         odd_entry = _entry(entries, token, selected, KEYS, lane, count, SELECTED and MAPPED)
         for part in gl.static_range(2):
             mbarrier.wait(free.index(4 + part), (item // gl.num_programs(0) & 1) ^ 1)
-            _copy(queries.index(part), query, part * HALF)
-            async_copy.mbarrier_arrive(full.index(4 + part), increment_count=False)
+            _copy_run(queries.index(part), q, query, part * HALF, full.index(4 + part))
         for pair in range(pairs):
             even_key = pair * (2 * KEYS) + lane
             odd_key = even_key + KEYS
-            if pair * (2 * KEYS) < WINDOW:
-                even_place = window_at + gl.maximum(even_key, oldest)
-                odd_place = window_at + gl.maximum(odd_key, oldest)
+            in_window = pair * (2 * KEYS) < WINDOW
+            if in_window:
+                even_place, odd_place = lane, lane  # not used
             elif MAPPED:
                 even_place = compressed_at + gl.load(places + even_entry // PAGE_ROWS) * PAGE_ROWS + even_entry % PAGE_ROWS
                 odd_place = compressed_at + gl.load(places + odd_entry // PAGE_ROWS) * PAGE_ROWS + odd_entry % PAGE_ROWS
@@ -239,10 +270,10 @@ def _producer(
             for number in gl.static_range(4):
                 place = even_place if number < 2 else odd_place
                 mbarrier.wait(free.index(number), (done & 1) ^ 1)
-                _copy(keys.index(number), rows + place.to(gl.int64) * DIM, number % 2 * HALF)
+                first = window_at + pair * (2 * KEYS) + number // 2 * KEYS
+                column = number % 2 * HALF
+                _fill(keys.index(number), tiles, rows, place, first, column, in_window, full.index(number), COMPRESSED)
                 async_copy.mbarrier_arrive(full.index(number), increment_count=False)
-            if pair == 0:
-                _fetch_ahead(q, entries, item + gl.num_programs(0), work, groups, selected, q_stride, head_stride, MAPPED)
             done += 1
     async_copy.commit_group()
     async_copy.wait_group(0)
@@ -255,24 +286,6 @@ def _entry(entries, token, selected, first, lane, count, WANTED: gl.constexpr):
         number = gl.maximum(gl.minimum(first + lane, count - 1), 0)
         return gl.load(entries + token.to(gl.int64) * selected + number)
     return lane
-
-
-@gluon_jit
-def _fetch_ahead(q, entries, item, work, groups, selected, q_stride, head_stride, MAPPED: gl.constexpr):
-    """Brings the next token's query and selection near, into the L2 cache: it comes from memory, scratch does not."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    lane = gl.arange(0, GROUP_THREADS, layout)  # half a head each
-    item = gl.minimum(item, work - 1)
-    token = item // groups
-    head = item % groups * HEADS + lane // 2
-    query = q + token.to(gl.int64) * q_stride + head * head_stride + lane % 2 * HALF
-    fetch: gl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(fetch, "=r,l", [query.to(gl.int64, bitcast=True)], gl.int32, False, 1)
-    if MAPPED:
-        number = gl.minimum(lane * 32, selected - 1)
-        row = entries + token.to(gl.int64) * selected + number
-        near: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-        gl.inline_asm_elementwise(near, "=r,l", [row.to(gl.int64, bitcast=True)], gl.int32, False, 1)
 
 
 @gluon_jit
@@ -296,9 +309,10 @@ def _logits(queries, keys, full, SIDE: gl.constexpr, done, turn):
 @gluon_jit
 def _weights(logits, largest, scale, first, end):
     """Logits [64, 64] of which columns first..end-1 count -> (weights, new largest [64]), to base 2."""
-    column = gl.arange(0, KEYS, gl.SliceLayout(0, logits.type.layout))
-    seen = (column >= first) & (column < end)
-    logits = gl.where(seen[None, :], logits, -float("inf"))
+    if (first > 0) | (end < KEYS):
+        column = gl.arange(0, KEYS, gl.SliceLayout(0, logits.type.layout))
+        seen = (column >= first) & (column < end)
+        logits = gl.where(seen[None, :], logits, -float("inf"))
     highest = gl.maximum(largest, gl.max(logits, 1) * scale)
     return gl.exp2(logits * scale - highest[:, None]), highest
 
@@ -378,9 +392,11 @@ def _left(
             acc = _scaled(acc, shrink)
             acc = warpgroup_mma(odd_weights, keys.index(2), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            _release(free.index(2), True)
+            _release(free.index(2), pair + 1 < pairs)
             done += 1
-        _finish(acc, theirs, total + other, sink, out, rotation, token, item % groups, heads, 0, ROPE_DIM)
+        row = token * heads + item % groups * HEADS
+        _finish(acc, theirs, total + other, sink, keys.index(2), out, rotation, token, row, 0, ROPE_DIM)
+        _release(free.index(2), True)
 
 
 @gluon_jit
@@ -430,50 +446,43 @@ def _right(
             other = other * shrink
             acc = warpgroup_mma(odd_weights, keys.index(3), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            _release(free.index(3), True)
+            _release(free.index(3), pair + 1 < pairs)
             done += 1
-        _finish(acc, largest, total + other, sink, out, rotation, token, item % groups, heads, 1, ROPE_DIM)
+        row = token * heads + item % groups * HEADS
+        _finish(acc, largest, total + other, sink, keys.index(3), out, rotation, token, row, 1, ROPE_DIM)
+        _release(free.index(3), True)
 
 
 @gluon_jit
-def _finish(acc, largest, total, sink, out, turn, token, group, heads, SIDE: gl.constexpr, ROPE_DIM: gl.constexpr):
-    """Divides by the sum with the sink's share, turns the rotary channels back and stores, 64 channels at a time."""
-    pairs: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32]
-    )
-    if SIDE == 1:  # loaded first, for it is far away
-        angle = gl.arange(0, 32, gl.SliceLayout(0, pairs)) - (32 - ROPE_DIM // 2)
+def _finish(acc, largest, total, sink, buffer, out, turn, token, row, SIDE: gl.constexpr, ROPE_DIM: gl.constexpr):
+    """Divides by the sum with the sink's share, turns the rotary channels back and stores rows `row` and on of the result,
+    through `buffer`, a half tile that everybody has done with."""
+    acc = _scaled(acc, 1.0 / (total + gl.exp2(sink * LOG2_E - largest)))
+    values = acc.to(gl.bfloat16)
+    if SIDE == 1:
+        left, right = _halves(values, HALF)
+        third, fourth = _halves(right, HALF // 2)
+        even, odd = fourth.to(gl.float32).reshape([HEADS, 32, 2]).split()
+        angle = gl.arange(0, 32, gl.SliceLayout(0, even.type.layout)) - (32 - ROPE_DIM // 2)
         at = turn + token * ROPE_DIM + 2 * angle
         cosine = gl.load(at, mask=angle >= 0, other=1.0)[None, :]
         sine = gl.load(at + 1, mask=angle >= 0, other=0.0)[None, :]
-    acc = _scaled(acc, 1.0 / (total + gl.exp2(sink * LOG2_E - largest)))
-    left, right = _halves(acc.to(gl.bfloat16), HALF)
-    first, second = _halves(left, HALF // 2)
-    third, fourth = _halves(right, HALF // 2)
-    row = out + (token.to(gl.int64) * heads + group * HEADS) * DIM + SIDE * HALF
-    _store(first, row)
-    _store(second, row + 64)
-    _store(third, row + 128)
-    if SIDE == 1:
-        even, odd = fourth.to(gl.float32).reshape([HEADS, 32, 2]).split()
-        even, odd = gl.convert_layout(even, pairs), gl.convert_layout(odd, pairs)
         turned = gl.join(even * cosine + odd * sine, odd * cosine - even * sine)
-        fourth = turned.reshape([HEADS, 64]).to(gl.bfloat16)
-    _store(fourth, row + 192)
+        fourth = turned.reshape([HEADS, HALF // 4]).to(gl.bfloat16)
+        narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF // 4, 16])
+        half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF // 2, 16])
+        buffer.slice(0, HALF // 2, dim=1).store(gl.convert_layout(left, half))
+        buffer.slice(HALF // 2, HALF // 4, dim=1).store(gl.convert_layout(third, narrow))
+        buffer.slice(HALF // 4 * 3, HALF // 4, dim=1).store(gl.convert_layout(fourth, narrow))
+    else:
+        buffer.store(values)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out, [row, SIDE * HALF], buffer)
+    tma.store_wait(0)
 
 
 @gluon_jit
 def _halves(x, COLUMNS: gl.constexpr):
     """[64, COLUMNS] -> its left and its right half."""
     return x.reshape([HEADS, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
-
-
-@gluon_jit
-def _store(values, row):
-    """64 channels of every head; four lanes with eight channels each write 64 bytes together."""
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 64]
-    )
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, layout))
-    column = gl.arange(0, 64, gl.SliceLayout(0, layout))
-    gl.store(row + head[:, None] * DIM + column[None, :], gl.convert_layout(values, layout))

@@ -41,13 +41,13 @@ def cases_of(group: str, widths: Widths) -> list[Case]:
     return found
 
 
-def compile_group(group: str, target: str) -> list[Compiled]:
-    """Every kernel that the cases of `group` start, compiled for `target` (a name of backend.TARGETS)."""
+def compile_part(group: str, target: str, part: int, parts: int) -> list[Compiled]:
+    """The kernels that every `parts`-th case of `group` starts, compiled for `target` (a name of backend.TARGETS)."""
     chosen = backend.TARGETS[target]
     backend.use(chosen)
     with compiling(chosen.arch) as compiled:
         for widths in COMPILED_WIDTHS:
-            for case in cases_of(group, widths):
+            for case in cases_of(group, widths)[part::parts]:
                 case.run(case.make(torch.device("cpu"), UNTOUCHED))
     return compiled
 
@@ -59,11 +59,17 @@ def own_target() -> list[str]:
 
 
 def compile_everything(targets: list[str], only: list[str]) -> list[tuple[str, Compiled]]:
-    """The kernels of the case files `only`, a process per core."""
-    wanted = [(target, group) for target in targets for group in only]
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        made = [pool.submit(compile_group, group, target) for target, group in wanted]
-        return [(target, each) for (target, _), job in zip(wanted, made, strict=True) for each in job.result()]
+    """The kernels of the case files `only`, each once, with a process per core."""
+    cores = os.cpu_count() or 1
+    parts = max(1, 2 * cores // max(1, len(only)))
+    jobs = [(target, group, part) for target in targets for group in only for part in range(parts)]
+    found: dict[tuple[str, str, str], Compiled] = {}
+    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
+        made = [pool.submit(compile_part, group, target, part, parts) for target, group, part in jobs]
+        for (target, _, _), job in zip(jobs, made, strict=True):
+            for each in job.result():
+                found.setdefault((target, each.kernel, each.variant), each)
+    return [(target, each) for (target, _, _), each in found.items()]
 
 
 def print_compiled(results: list[tuple[str, Compiled]]) -> int:

@@ -1,5 +1,5 @@
 """Programmatic dependent launch for kernels of a microsecond or two: the next one is started while one still runs, and waits
-itself before it touches memory. A chain of six of ours took 8.7 us in place of 10.7 on an H200."""
+itself before it touches memory. A chain of six of them, one token: 8.7 us in place of 11.6 on an H200."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The grouped product of FP4 experts for few rows, on Hopper: short blocks, several on a multiprocessor, each with a ring."""
+"""The grouped product of FP4 experts: short blocks, several on a multiprocessor, each with a ring of its own.
+
+A block has 64 rows of an expert's matrix and one tile of tokens. Copies (TMA) run some steps of 128 channels ahead of the
+product; while one block unpacks, as `experts_fp4` says, others multiply or wait for memory. With wgmma on Hopper, with
+mma.sync where that does not exist.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.experts_hopper import operand, unpack
-from kernels.experts_stream import block_scales, block_words
+from kernels.experts_fp4 import block_scales, block_words, operand, unpack
 from kernels.jit import gluon_jit
 
 
@@ -35,14 +40,20 @@ def block_kernel(
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     DIRECT: gl.constexpr,
+    WGMMA: gl.constexpr,
 ):
-    """As `experts_stream.stream_kernel`, program (i, tile) for channels 64 i .. + 63.
+    """As `experts_portable.grouped_kernel`, program (i, tile) for channels 64 i .. + 63 of N, but rows of x are places in
+    `order` already. Descriptors of x e4m3 [P, K] in boxes [TILE, 128], of words int32 [.., 32] in [32, 32], of scales int32
+    [.., 8] in [8, 8]; factors float32 [tile, K/128, TILE], the scales of x; row_scales float32 [E, N]; out bf16.
 
     DIRECT: tile i is pair i alone: order are the ids, tiles and tile_count None, x is not arranged, and factors are the ue8m0
     bytes of x [.., K/128]. Then the launch may be programmatic: the kernel before need only have begun, as weights and ids
     were there before that one."""
     STEPS: gl.constexpr = K // 128
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 32])
+    if WGMMA:
+        PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 32])
+    else:
+        PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 4)
     LANES: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
@@ -92,22 +103,26 @@ def block_kernel(
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         near, far = unpack(block_words(word_ring.index(stage), LANES), block_scales(scale_ring.index(stage), LANES), LANES)
-        right = x_ring.index(stage).permute([1, 0])
-        part = warpgroup_mma(operand(near, far, OPERAND), right, nothing, use_acc=False, is_async=True)
-        part = warpgroup_mma_wait(0, deps=[part])
+        left, right = operand(near, far, OPERAND), x_ring.index(stage).permute([1, 0])
+        if WGMMA:
+            part = warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=[part])
+        else:
+            part = mma_v2(left, right.load(gl.DotOperandLayout(1, PRODUCT, 4)), nothing)
         gl.thread_barrier()
         coming = step + STAGES
         more = coming < STEPS
+        at = block + coming
         mbarrier.expect(full.index(stage), TILE * 128 + 4096 + 256, pred=more)
-        tma.async_copy_global_to_shared(words, [(block + coming) * 32, 0], full.index(stage), word_ring.index(stage), pred=more)
-        tma.async_copy_global_to_shared(scales, [(block + coming) * 8, 0], full.index(stage), scale_ring.index(stage), pred=more)
+        tma.async_copy_global_to_shared(words, [at * 32, 0], full.index(stage), word_ring.index(stage), pred=more)
+        tma.async_copy_global_to_shared(scales, [at * 8, 0], full.index(stage), scale_ring.index(stage), pred=more)
         tma.async_copy_global_to_shared(x, [source, coming * 128], full.index(stage), x_ring.index(stage), pred=more)
         total += part * gl.expand_dims(factor, 0)
 
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     row = gl.program_id(0) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, PRODUCT))
     total *= gl.expand_dims(gl.load(row_scales + expert.to(gl.int64) * N + row), 1)
-    result = gl.convert_layout(total.to(gl.bfloat16), STORE)
+    result = gl.convert_layout(total.to(out.dtype.element_ty), STORE)
     target = gl.arange(0, TILE, layout=gl.SliceLayout(0, STORE))
     live = target < rows
     target = first + target

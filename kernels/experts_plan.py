@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels import backend, workspace
 from kernels.experts_block import block_kernel
-from kernels.experts_hopper import BLOCK_ROWS, STEP
+from kernels.experts_fp4 import BLOCK_ROWS, SCALES, STEP, TOKENS, WORDS
 from kernels.experts_portable import (
     arrange_kernel,
     grouped_kernel,
@@ -22,13 +22,14 @@ from kernels.experts_portable import (
     swiglu_kernel,
     tiles_kernel,
 )
-from kernels.experts_stream import SCALES, TOKENS, WORDS, stream_kernel
+from kernels.experts_stream import STREAM_ROWS, stream_kernel
 from kernels.experts_weights import ExpertWeights, Matrices
 from kernels.launch import launch
 from kernels.quant import ACTIVATION_BLOCK, Quantised
 
 DIRECT_PAIRS = 16  # so few pairs seldom share an expert: each is a tile of its own, and nothing is sorted
 MANY_PAIRS = 2048  # from here on two kernels sort faster than one
+STREAM_STAGES = 8
 
 
 class Plan:
@@ -69,8 +70,10 @@ class Plan:
             launch(segments_kernel, (experts,), self._ids, *results, pairs, CHUNK=chunk, num_warps=4, **tiles)
 
     def product(self, x: Tensor | Quantised, matrices: Matrices, gather: bool) -> Tensor:
-        """[P, N]: rows of x times their expert's matrix. gather: x has a row a token, the result is in the order of experts;
-        otherwise x is in that order and the result has row t * k + j for choice j of token t."""
+        """[P, N]: rows of x times their expert's matrix.
+
+        gather: x has a row a token, the result is in the order of experts; otherwise x is in that order and the result has
+        row t * k + j for choice j of token t."""
         values, scales = (x.codes, x.scales) if isinstance(x, Quantised) else (x, None)
         dtype = torch.bfloat16 if isinstance(x, Quantised) else x.dtype
         out = workspace.empty((self._pairs, matrices.n), dtype, values.device)
@@ -96,6 +99,7 @@ class Plan:
             TILE=tile,
             STAGES=block_stages(tile, matrices.k),
             DIRECT=self.direct,
+            WGMMA=backend.active().hopper,
             num_warps=4,
             **early(self.direct and not gather),
         )
@@ -110,7 +114,6 @@ class Plan:
 
     def _start_stream(self, values: Tensor, scales: Tensor | None, matrices: Matrices, gather: bool, out: Tensor) -> None:
         rows, factors = self._arranged(values, scales, matrices.k, gather)
-        sides = stream_sides(self._tile, matrices.n)
         launch(
             stream_kernel,
             (backend.active().multiprocessors,),
@@ -120,8 +123,7 @@ class Plan:
             K=matrices.k,
             GATHER=gather,
             TILE=self._tile,
-            STAGES=stream_stages(self._tile, sides),
-            SIDES=sides,
+            STAGES=STREAM_STAGES,
             num_warps=4,
         )
 
@@ -187,13 +189,17 @@ class Plan:
 
 
 def swiglu(
-    gate_up: Tensor, limit: float, order: Tensor | None, weights: Tensor | None, quantised: bool, programmatic: bool = False
+    gate_up: Tensor,
+    limit: float,
+    order: Tensor | None,
+    weights: Tensor | None,
+    quantised: bool,
+    programmatic: bool = False,
 ) -> Tensor | Quantised:
     """Row i has weights.flatten()[order[i]], or weights.flatten()[i] when order is None."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     blocks = triton.cdiv(inner, ACTIVATION_BLOCK)
-    dtype = torch.float8_e4m3fn if quantised else gate_up.dtype
-    out = workspace.empty((rows, inner), dtype, gate_up.device)
+    out = workspace.empty((rows, inner), torch.float8_e4m3fn if quantised else gate_up.dtype, gate_up.device)
     scales = workspace.empty((rows, blocks), torch.uint8, gate_up.device) if quantised else None
     taken = 32 if rows * blocks >= 32_768 else 4
     launch(
@@ -215,30 +221,21 @@ def early(programmatic: bool) -> dict[str, Any]:
     return {"launch_pdl": True} if programmatic else {}
 
 
-def tile_rows(pairs: int, experts: int) -> int:
-    """Rows of a tile: enough for most experts when tokens spread evenly, from shapes alone."""
-    average = pairs / experts
-    return 8 if average <= 7 else 16 if average <= 12 else 32 if average <= 26 else 64 if average <= 48 else 128
-
-
 # Below: the fastest of what was tried on an H200 at the widths of V4-Flash
 
 
+def tile_rows(pairs: int, experts: int) -> int:
+    """Rows of a tile: enough for most experts when tokens spread evenly, from shapes alone."""
+    average = pairs / experts
+    return 8 if average <= 4 else 16 if average <= 12 else 32 if average <= 26 else 64 if average <= 48 else 128
+
+
 def streams(tile: int, matrices: Matrices) -> bool:
-    """Whether `stream_kernel` runs: it pays when there are many rows."""
-    return tile >= 32 and matrices.n % 128 == 0
-
-
-def stream_sides(tile: int, n: int) -> int:
-    """Warpgroups; four have too few registers for a wide tile."""
-    return 4 if tile <= 32 and n % 256 == 0 else 2
-
-
-def stream_stages(tile: int, sides: int) -> int:
-    """Steps under way: as many as shared memory holds."""
-    return min(16, 200_000 // (tile * STEP + 4400 * sides))
+    """Whether `stream_kernel` runs. With fewer rows short blocks are as fast, for more it has too few registers."""
+    return backend.active().hopper and tile == 32 and matrices.n % STREAM_ROWS == 0
 
 
 def block_stages(tile: int, k: int) -> int:
-    """The same where several blocks share a multiprocessor."""
-    return min(8, k // STEP)
+    """Steps that a block of `block_kernel` has under way, so many that at least two share a multiprocessor."""
+    fit = (backend.active().shared_bytes // 2 - 1024) // (tile * STEP + 4352)
+    return max(1, min(4 if tile <= 64 else 3, fit, k // STEP))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import backend
-from kernels.experts_hopper import BLOCK_ROWS, BLOCK_WORDS, SCALE_STEPS, STEP
+from kernels.experts_fp4 import BLOCK_ROWS, BLOCK_WORDS, SCALE_STEPS, STEP
 from kernels.quant import FP4_BLOCK, FP4_VALUES, WEIGHT_BLOCK, dequantise_fp4_weight, dequantise_fp8_weight, fp4_codes
 
 Stored = tuple[Tensor, Tensor | None]  # a matrix [out, in] as the checkpoint has it, and its ue8m0 bytes
@@ -23,7 +23,7 @@ class Matrices:
     plain     bf16 [E, N, K]            None
     fp8       e4m3 [E, N, K]            ue8m0 [E, N/128, K/128]
     fp4       uint8 [E, N, K/2]         ue8m0 [E, N, K/32]          the even channel is the low nibble
-    fragments int32 [E, N/64, K/128,    int32 [E, N/64, K/128, 64]  FP4 for experts_hopper; row_scales float32 [E, N]
+    fragments int32 [E, N/64, K/128,    int32 [E, N/64, K/128, 64]  FP4 for experts_fp4; row_scales float32 [E, N]
               1024]
     """
 
@@ -48,7 +48,7 @@ class Matrices:
         if kind == "fp8":
             blocks = (-(-n // WEIGHT_BLOCK), -(-k // WEIGHT_BLOCK))
             return cls(kind, empty(torch.float8_e4m3fn, n, k), empty(torch.uint8, *blocks), None, n, k)
-        if backend.active().hopper and n % BLOCK_ROWS == 0 and k % STEP == 0:
+        if backend.active().arch >= 90 and n % BLOCK_ROWS == 0 and k % STEP == 0:
             blocks = (n // BLOCK_ROWS, k // STEP)
             words, scales = empty(torch.int32, *blocks, BLOCK_WORDS), empty(torch.int32, *blocks, BLOCK_ROWS)
             return cls("fragments", words, scales, empty(torch.float32, n), n, k)
@@ -72,7 +72,7 @@ class Matrices:
 
 def fragments(packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """packed int8 [N, K/2] and ue8m0 [N, K/32] -> the words and scale words of one expert in the order of
-    `experts_hopper`, and row_scales float32 [N]; N a multiple of 64, K of 128.
+    `experts_fp4`, and row_scales float32 [N]; N a multiple of 64, K of 128.
 
     A value is e2m1 * 2^(scale byte - 5) * row scale, the byte 0..11: the largest block of a row gets 11. That is exact where
     the scales of a row lie within 2^11; in a smaller block values are rounded to the grid of byte 0, so by less than 2^-15

@@ -1,9 +1,10 @@
 """Linear layers: FP8 x FP8 with block scales, bf16 (or ieee float32) x bf16, and wo_a's bf16 x FP8, group by group.
 
 The reference keeps dequantised weights in float64 and rounds a result once, so a row of the result does not depend on which
-other rows are computed with it. The kernels keep weights as stored. Their sums run in float32: block by block of 128 along K
-within a segment, then segment by segment. How many segments there are follows from the weight alone (`segments_of`), so a row
-is the same bits whatever the number of rows, whether the segments were computed by one program or by many.
+other rows are computed with it. The kernels keep weights as stored and sum in float32: block by block of 128 along K within a
+segment, then segment by segment. How many segments there are follows from the weight alone (`segments_of`), so up to
+SOME_TOKENS rows a row is the same bits whatever the number of rows and whichever kernel computes it (seen on sm_90). With more
+rows K is one segment.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kernels.quant import ACTIVATION_BLOCK, Quantised, dequantise_fp8_weight, si
 from kernels.quantise import quantise, quantise_reference
 
 LARGEST_EXACT_SCALE = 134  # ue8m0: up to here an e4m3 weight becomes bf16 without overflow
+MANY_TOKENS = 512  # above, the large tiles of the FP8 kernel for sm_90 pay
 MOST_SPLIT_TILES = 8192  # counters of a weight: tiles of a split launch
 
 
@@ -151,7 +153,7 @@ def _multiply(
     groups, outputs, width = values.shape
     tokens, kind = len(x), kind_of(x, weight.scales)
     segments = segments_of(kind, groups * outputs, width) if tokens <= SOME_TOKENS else 1
-    chosen = _kernel_for(kind, tokens, outputs, width, segments, out.dtype)
+    chosen = _kernel_for(kind, x, outputs, width, segments, out.dtype)
     with workspace.frame():
         partials = None
         if segments > 1:
@@ -161,14 +163,16 @@ def _multiply(
 
 
 def _kernel_for(
-    kind: str, tokens: int, outputs: int, width: int, segments: int, out_dtype: torch.dtype
+    kind: str, x: Tensor, outputs: int, width: int, segments: int, out_dtype: torch.dtype
 ) -> Callable[[Operands, int], None]:
-    """`outputs` of one group."""
-    if not backend.active().hopper or kind not in ("fp8", "dequantise") or tokens == 0:
+    """`outputs` of one group. What the bulk copy engine reads begins at, and has rows of, multiples of 16 bytes."""
+    tokens, aligned = len(x), (x.data_ptr() | x.stride(0) * x.element_size()) % 16 == 0
+    if not backend.active().hopper or kind == "exact" or tokens == 0 or not aligned:
         return multiply_portable
-    if (tokens <= FEW_TOKENS or kind == "dequantise") and gemm_hopper_few.fits(outputs, width):
+    few = kind == "dequantise" or tokens <= (FEW_TOKENS if kind == "fp8" else 16)  # beyond, the portable kernel is as fast
+    if few and outputs <= 65_536 and gemm_hopper_few.fits(outputs, width):  # so it is for the head
         return gemm_hopper_few.multiply_few
-    full = tokens > SOME_TOKENS or gemm_hopper.tiles_of(tokens, outputs, 256) >= 128
+    full = tokens > MANY_TOKENS or gemm_hopper.tiles_of(tokens, outputs, 256) >= 128
     if kind == "fp8" and full and segments == 1 and out_dtype == torch.bfloat16 and gemm_hopper.fits(outputs, width):
         return gemm_hopper.multiply_many
     return multiply_portable

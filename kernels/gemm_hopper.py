@@ -31,13 +31,13 @@ def fits(outputs: int, width: int) -> bool:
     return outputs % OUTPUTS == 0 and width % (4 * DEPTH) == 0
 
 
-def multiply_many(operands: Operands, segments: int, rows: int | None = None, buffers: int = 1) -> None:
+def multiply_many(operands: Operands, segments: int) -> None:
     """FP8 x FP8 to bf16, in one segment."""
     x, x_scales, weight, w_scales, out, *_ = operands
     assert x_scales is not None and w_scales is not None and segments == 1
     tokens, width = x.shape
     outputs = weight.shape[1]
-    rows = rows or _rows(tokens, outputs)
+    rows = _rows(tokens, outputs)
     tiles = tiles_of(tokens, outputs, rows)
     launch(
         _multiply_many,
@@ -51,15 +51,14 @@ def multiply_many(operands: Operands, segments: int, rows: int | None = None, bu
         OUTPUTS=outputs,
         WIDTH=width,
         ROWS=rows,
-        STAGES={(256, 1): 4, (256, 2): 3, (128, 1): 6}[rows, buffers],
-        BUFFERS=buffers,
+        STAGES=4 if rows == 256 else 6,
         BAND=BAND,
         num_warps=4,
     )
 
 
 def tiles_of(tokens: int, outputs: int, rows: int) -> int:
-    return triton.cdiv(tokens, rows) * (outputs // OUTPUTS)
+    return -(-tokens // rows) * (outputs // OUTPUTS)
 
 
 def _rows(tokens: int, outputs: int) -> int:
@@ -72,13 +71,13 @@ def _rows(tokens: int, outputs: int) -> int:
 @gluon_jit(do_not_specialize=["tokens"])
 def _multiply_many(
     x, weight, out, x_scales, w_scales, tokens,
-    OUTPUTS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    OUTPUTS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     BAND: gl.constexpr,
 ):  # fmt: skip
     """A program takes every num_programs-th tile of ROWS tokens and 128 outputs."""
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], x.layout)
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], weight.layout)
-    results = gl.allocate_shared_memory(gl.bfloat16, [2 * BUFFERS, 64, 128], out.layout)
+    results = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], out.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -89,9 +88,9 @@ def _multiply_many(
     rings = (x_ring, w_ring, filled, free)
     gl.warp_specialize(
         [
-            (_consume, (rings, results, out, x_scales, w_scales, tokens, 0, OUTPUTS, WIDTH, ROWS, STAGES, BUFFERS, BAND)),
-            (_consume, (rings, results, out, x_scales, w_scales, tokens, 1, OUTPUTS, WIDTH, ROWS, STAGES, BUFFERS, BAND)),
-            (_produce, (rings, x, weight, tokens, OUTPUTS, WIDTH, ROWS, STAGES, BUFFERS, BAND)),
+            (_consume, (rings, results, out, x_scales, w_scales, tokens, 0, OUTPUTS, WIDTH, ROWS, STAGES, BAND)),
+            (_consume, (rings, results, out, x_scales, w_scales, tokens, 1, OUTPUTS, WIDTH, ROWS, STAGES, BAND)),
+            (_produce, (rings, x, weight, tokens, OUTPUTS, WIDTH, ROWS, STAGES, BAND)),
         ],
         [4, 1],
         [232, 40],
@@ -118,7 +117,7 @@ def _place(number, tokens, OUTPUTS: gl.constexpr, ROWS: gl.constexpr, BAND: gl.c
 @gluon_jit
 def _produce(
     rings, x, weight, tokens,
-    OUTPUTS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    OUTPUTS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     BAND: gl.constexpr,
 ):  # fmt: skip
     x_ring, w_ring, filled, free = rings
@@ -137,7 +136,7 @@ def _produce(
 @gluon_jit
 def _consume(
     rings, results, out, x_scales, w_scales, tokens, WHICH: gl.constexpr,
-    OUTPUTS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    OUTPUTS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     BAND: gl.constexpr,
 ):  # fmt: skip
     """One half of the rows of every tile, 64 or two times 64. Scales come as int32, four blocks' bytes in each."""
@@ -198,9 +197,9 @@ def _consume(
         upper_bytes = gl.load(x_scales + row * words, mask=row < tokens, other=0)
         if ROWS == 256:
             lower_bytes = gl.load(x_scales + (row + 64) * words, mask=row < tokens - 64, other=0)
-        _leave(out, results.index(WHICH * BUFFERS), upper, place, column, True)
+        _leave(out, results.index(WHICH), upper, place, column)
         if ROWS == 256:
-            _leave(out, results.index(WHICH * BUFFERS + BUFFERS - 1), lower, place + 64, column, BUFFERS == 1)
+            _leave(out, results.index(WHICH), lower, place + 64, column)
     tma.store_wait(0)
 
 
@@ -211,11 +210,10 @@ def _power(bytes, block):
 
 
 @gluon_jit
-def _leave(out, shared, sums, row, column, WAIT: gl.constexpr):
+def _leave(out, shared, sums, row, column):
     """Through shared memory, which the store before must have left."""
-    if WAIT:
-        tma.store_wait(0)
-        gl.thread_barrier()
+    tma.store_wait(0)
+    gl.thread_barrier()
     shared.store(sums.to(gl.bfloat16))
     fence_async_shared()
     gl.thread_barrier()

@@ -1,8 +1,8 @@
-"""Linear layers for few rows on sm_90, bound by reading the weights: FP8 x FP8, and bf16 x FP8 group by group.
+"""Linear layers for few rows on sm_90, bound by reading the weights: FP8 x FP8, bf16 x bf16, and bf16 x FP8 group by group.
 
 The weight is the left operand of the matrix unit, so that 16 rows of activations make 16 columns. A producer warp fills a ring
-of weight tiles through the bulk copy engine before the kernel ahead has ended (weights are nobody's result), then waits for it
-and fetches the activations; one warpgroup multiplies.
+of weight tiles through the bulk copy engine before the kernel ahead has ended (so that kernel must not write weights), then
+waits for it and fetches the activations; one warpgroup multiplies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gemm_portable import FEW_TOKENS, Operands
+from kernels.gemm_portable import Operands, kind_of
 from kernels.jit import gluon_jit
 from kernels.launch import launch
 
@@ -35,20 +35,21 @@ def fits(outputs: int, width: int) -> bool:
 
 
 def multiply_few(operands: Operands, segments: int) -> None:
-    """FP8 x FP8 up to FEW_TOKENS, bf16 x FP8 for any number of tokens."""
+    """FP8 x FP8 and bf16 x bf16 up to 64 tokens, bf16 x FP8 for any number of them."""
     x, x_scales, weight, w_scales, out, out_scales, partials, arrivals = operands
     groups, outputs, width = weight.shape
     tokens, quantised = len(x), x_scales is not None
-    tile = max(16, triton.next_power_of_2(tokens))
-    if tokens > FEW_TOKENS:
-        tile = 64 if segments > 1 else 128
-    split = segments > 1 and tokens <= FEW_TOKENS
-    stages, registers = _depth(tile * x.element_size(), width // DEPTH // segments, quantised)
+    tile = min(128, max(16, triton.next_power_of_2(tokens)))
+    split = segments > 1 and tokens <= 128
+    if segments > 1 and not split:
+        tile = 64  # there are registers for a segment's sums and for the whole's
+    stage_bytes = DEPTH * (OUTPUTS * weight.element_size() + tile * x.element_size())
+    stages, registers = _depth(kind_of(x, w_scales), stage_bytes, width // DEPTH // segments)
     launch(
         _multiply_few,
         (groups * outputs // OUTPUTS, triton.cdiv(tokens, tile), segments if split else 1),
         TensorDescriptor.from_tensor(x.view(tokens, groups * width), [tile, DEPTH], CODES if quantised else WIDE),
-        TensorDescriptor.from_tensor(weight.view(groups * outputs, width), [OUTPUTS, DEPTH], CODES),
+        TensorDescriptor.from_tensor(weight.flatten(0, 1), [OUTPUTS, DEPTH], WIDE if w_scales is None else CODES),
         x_scales,
         w_scales,
         out,
@@ -69,14 +70,14 @@ def multiply_few(operands: Operands, segments: int) -> None:
     )
 
 
-def _depth(x_row_bytes: int, blocks: int, quantised: bool) -> tuple[int, int]:
-    """Stages of the ring, and registers a thread: for two programs on a multiprocessor, or one that reads a long run alone."""
-    stage_bytes = (OUTPUTS + x_row_bytes) * DEPTH
-    if quantised and blocks >= 16:
+def _depth(kind: str, stage_bytes: int, blocks: int) -> tuple[int, int]:
+    """Stages of the ring, and registers a thread: for two programs on a multiprocessor, or one that reads a long run alone.
+    Found by measuring."""
+    if kind == "plain" or (kind == "fp8" and blocks >= 16):
         return min(9, 215_000 // stage_bytes), 168
-    if quantised:
+    if kind == "fp8":
         return min(6, 110_000 // stage_bytes), 128
-    return 3 if x_row_bytes == 32 else 2, 128
+    return 3 if stage_bytes < 22_000 else 2, 128
 
 
 @gluon_jit(do_not_specialize=["tokens"])
@@ -85,7 +86,7 @@ def _multiply_few(
     OUTPUTS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, SEGMENTS: gl.constexpr, SPLIT: gl.constexpr,
     TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], weight.layout)
+    w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, 128, 128], weight.layout)
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, TILE, 128], x.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -117,7 +118,7 @@ def _produce(
     blocks: gl.constexpr = WIDTH // 128
     length: gl.constexpr = (blocks + SEGMENTS - 1) // SEGMENTS if SPLIT else blocks
     early: gl.constexpr = min(STAGES, length)
-    bytes_a_step: gl.constexpr = 128 * 128 + TILE * 128 * x.dtype.primitive_bitwidth // 8
+    bytes_a_step: gl.constexpr = 16 * (128 * weight.dtype.primitive_bitwidth + TILE * x.dtype.primitive_bitwidth)
     row = gl.program_id(0) * 128
     x_column = row // OUTPUTS * WIDTH
     first = gl.program_id(2) * length
@@ -146,89 +147,115 @@ def _consume(
     OUTPUTS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, SEGMENTS: gl.constexpr, SPLIT: gl.constexpr,
     TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    x_ring, w_ring, filled, free = rings
-    x_scales, w_scales = scales
+    """The sums of 128 outputs and TILE tokens over one segment of K, or over all; then to where they belong."""
     out, out_scales, partials, arrivals = results
-    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 32])
-    bf16_sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
+    width: gl.constexpr = GROUPS * OUTPUTS
+    quantised: gl.constexpr = scales[0] is not None
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 32 if quantised else 16]
+    )
+    token = gl.program_id(1) * TILE
+    column = token + gl.arange(0, TILE, gl.SliceLayout(0, layout))
+    row = gl.program_id(0) * 128
+    gdc_wait()
+    if quantised:
+        upper, lower = _sums_fp8(rings, scales, gl.minimum(column, tokens - 1), layout, WIDTH, SEGMENTS, SPLIT, TILE, STAGES)
+    else:
+        total = _sums_bf16(rings, scales[1], layout, WIDTH, SEGMENTS, SPLIT, TILE, STAGES)
+    if SPLIT:
+        part = partials + gl.program_id(2).to(gl.int64) * tokens * width
+        if quantised:
+            _leave(upper, part, row, column, tokens, layout, width)
+            _leave(lower, part, row + 64, column, tokens, layout, width)
+        else:
+            _leave(total, part, row, column, tokens, layout, width)
+        _meet(out, out_scales, partials, arrivals, tokens, width, SEGMENTS, TILE)
+    elif quantised:
+        _store(upper.permute([1, 0]), out, out_scales, token, row, tokens, width, TILE, 64)
+        _store(lower.permute([1, 0]), out, out_scales, token, row + 64, tokens, width, TILE, 64)
+    else:
+        _store(total.permute([1, 0]), out, out_scales, token, row, tokens, width, TILE, 128)
+
+
+@gluon_jit
+def _sums_fp8(
+    rings, scales, x_row, layout: gl.constexpr,
+    WIDTH: gl.constexpr, SEGMENTS: gl.constexpr, SPLIT: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Of the upper and the lower 64 outputs: float32 [64, TILE] each. Every block of K is scaled, then added."""
+    gl.static_assert(SPLIT or SEGMENTS == 1)
+    x_ring, w_ring, filled, free = rings
     blocks: gl.constexpr = WIDTH // 128
     length: gl.constexpr = (blocks + SEGMENTS - 1) // SEGMENTS
-    quantised: gl.constexpr = x_scales is not None
-    chained: gl.constexpr = SEGMENTS > 1 and not SPLIT  # one program, all segments
-    overlapped: gl.constexpr = TILE <= 64 and not chained  # registers for two tiles of weights
-    layout: gl.constexpr = sums if quantised else bf16_sums
     first = gl.program_id(2) * length
-    last = gl.minimum(first + length, blocks) if SPLIT else blocks
-    gdc_wait()
-    column = gl.program_id(1) * TILE + gl.arange(0, TILE, gl.SliceLayout(0, layout))
-    w_scales += gl.program_id(0) * blocks
+    last = gl.minimum(first + length, blocks)
+    x_scales = scales[0] + x_row * blocks
+    w_scales = scales[1] + gl.program_id(0) * blocks
+    x_byte = gl.load(x_scales + first).to(gl.int32)
     w_byte = gl.load(w_scales + first).to(gl.int32)
-    if quantised:
-        nothing = gl.zeros([64, TILE], gl.float32, layout)
-        upper = gl.zeros([64, TILE], gl.float32, layout)
-        lower = gl.zeros([64, TILE], gl.float32, layout)
-        x_scales += gl.minimum(column, tokens - 1) * blocks
-        x_byte = gl.load(x_scales + first).to(gl.int32)
-    else:
-        total = gl.zeros([128, TILE], gl.float32, layout)
-        whole = total
-        if overlapped:
-            mbarrier.wait(filled.index(0), 0)
-            wide = _wide(w_ring.index(0), w_byte, layout)
+    nothing = gl.zeros([64, TILE], gl.float32, layout)
+    upper = gl.zeros([64, TILE], gl.float32, layout)
+    lower = gl.zeros([64, TILE], gl.float32, layout)
     for block in range(first, last):
-        # The next step's scales are asked for now: nothing then waits for them.
-        following = gl.minimum(block + 1, last - 1)
-        next_w = gl.load(w_scales + following).to(gl.int32)
         step = block - first
         stage = step % STAGES
         w_tile = w_ring.index(stage)
         x_tile = x_ring.index(stage).permute([1, 0])
-        if quantised:
-            next_x = gl.load(x_scales + following).to(gl.int32)
-            factor = (_power(w_byte) * _power(x_byte))[None, :]
+        factor = (_power(w_byte) * _power(x_byte))[None, :]
+        # The next block's scales are asked for now: nothing then waits for them.
+        following = gl.minimum(block + 1, last - 1)
+        x_byte = gl.load(x_scales + following).to(gl.int32)
+        w_byte = gl.load(w_scales + following).to(gl.int32)
+        mbarrier.wait(filled.index(stage), (step // STAGES) & 1)
+        product = warpgroup_mma(w_tile.slice(0, 64), x_tile, nothing, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        upper += product * factor
+        product = warpgroup_mma(w_tile.slice(64, 64), x_tile, nothing, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        gl.thread_barrier()  # all have read the stage
+        mbarrier.arrive(free.index(stage), count=1)
+        lower += product * factor
+    return upper, lower
+
+
+@gluon_jit
+def _sums_bf16(
+    rings, w_scales, layout: gl.constexpr,
+    WIDTH: gl.constexpr, SEGMENTS: gl.constexpr, SPLIT: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """float32 [128, TILE]. A weight in bf16 is multiplied where it lies, one in e4m3 becomes bf16 in registers."""
+    x_ring, w_ring, filled, free = rings
+    blocks: gl.constexpr = WIDTH // 128
+    length: gl.constexpr = (blocks + SEGMENTS - 1) // SEGMENTS
+    stored: gl.constexpr = w_scales is None
+    chained: gl.constexpr = SEGMENTS > 1 and not SPLIT  # one program adds all segments
+    first = gl.program_id(2) * length
+    last = gl.minimum(first + length, blocks) if SPLIT else blocks
+    total = gl.zeros([128, TILE], gl.float32, layout)
+    whole = total
+    if not stored:
+        w_scales += gl.program_id(0) * blocks
+    for block in range(first, last):
+        step = block - first
+        stage = step % STAGES
+        x_tile = x_ring.index(stage).permute([1, 0])
+        more = not chained or step % length != 0
+        if stored:
             mbarrier.wait(filled.index(stage), (step // STAGES) & 1)
-            product = warpgroup_mma(w_tile.slice(0, 64), x_tile, nothing, use_acc=False, is_async=True)
-            product = warpgroup_mma_wait(0, deps=[product])
-            upper += product * factor
-            product = warpgroup_mma(w_tile.slice(64, 64), x_tile, nothing, use_acc=False, is_async=True)
-            product = warpgroup_mma_wait(0, deps=[product])
-            gl.thread_barrier()  # all have read the stage
-            mbarrier.arrive(free.index(stage), count=1)
-            lower += product * factor
-            x_byte = next_x
+            total = warpgroup_mma(w_ring.index(stage), x_tile, total, use_acc=more, is_async=True)
         else:
-            if not overlapped:
-                mbarrier.wait(filled.index(stage), (step // STAGES) & 1)
-                wide = _wide(w_tile, w_byte, layout)
-            total = warpgroup_mma(wide, x_tile, total, use_acc=not chained or step % length != 0, is_async=True)
-            if overlapped:  # while this block is multiplied the next one's weights become bf16
-                ahead = following - first
-                mbarrier.wait(filled.index(ahead % STAGES), (ahead // STAGES) & 1)
-                next_wide = _wide(w_ring.index(ahead % STAGES), next_w, layout)
-            total, wide = warpgroup_mma_wait(0, deps=[total, wide])
-            gl.thread_barrier()
-            mbarrier.arrive(free.index(stage), count=1)
-            if overlapped:
-                wide = next_wide
-            if chained:
-                whole += gl.where((step + 1) % length == 0 or block + 1 == last, total, 0.0)
-        w_byte = next_w
+            byte = gl.load(w_scales + block)
+            mbarrier.wait(filled.index(stage), (step // STAGES) & 1)
+            wide = _wide(w_ring.index(stage), byte, layout)
+            total = warpgroup_mma(wide, x_tile, total, use_acc=more, is_async=True)
+        total = warpgroup_mma_wait(0, deps=[total])
+        gl.thread_barrier()  # all have read the stage
+        mbarrier.arrive(free.index(stage), count=1)
+        if chained:
+            whole += gl.where((step + 1) % length == 0 or block + 1 == last, total, 0.0)
     if chained:
         total = whole
-    where = gl.program_id(0) * 128
-    if SPLIT:
-        part = partials + gl.program_id(2).to(gl.int64) * tokens * (GROUPS * OUTPUTS)
-        if quantised:
-            _leave(upper, part, where, column, tokens, layout, GROUPS * OUTPUTS)
-            _leave(lower, part, where + 64, column, tokens, layout, GROUPS * OUTPUTS)
-        else:
-            _leave(total, part, where, column, tokens, layout, GROUPS * OUTPUTS)
-        _meet(out, out_scales, partials, arrivals, tokens, GROUPS * OUTPUTS, SEGMENTS, TILE)
-    elif quantised:
-        _store(upper.permute([1, 0]), out, out_scales, gl.program_id(1) * TILE, where, tokens, GROUPS * OUTPUTS, TILE, 64)
-        _store(lower.permute([1, 0]), out, out_scales, gl.program_id(1) * TILE, where + 64, tokens, GROUPS * OUTPUTS, TILE, 64)
-    else:
-        _store(total.permute([1, 0]), out, out_scales, gl.program_id(1) * TILE, where, tokens, GROUPS * OUTPUTS, TILE, 128)
+    return total
 
 
 @gluon_jit
@@ -292,7 +319,7 @@ def _power(byte):
 def _wide(w_tile, scale_byte, layout: gl.constexpr):
     """e4m3 [128, 128] in shared memory -> bf16, as the left operand in registers."""
     pairs = w_tile._reinterpret(gl.int16, [128, 64], PAIRS).load(gl.DotOperandLayout(0, layout, 1))
-    return bf16_of_e4m3_pairs(pairs, scale_byte, gl.DotOperandLayout(0, layout, 2))
+    return bf16_of_e4m3_pairs(pairs, scale_byte.to(gl.int32), gl.DotOperandLayout(0, layout, 2))
 
 
 @gluon_jit
@@ -303,16 +330,16 @@ def bf16_of_e4m3_pairs(pairs, scale_byte, layout: gl.constexpr):
     left, right = gl.inline_asm_elementwise(
         """{
         .reg .b32 both, size;
-        cvt.u32.u16 both, $2;
-        prmt.b32 both, 0, both, 0x5040;
-        shr.u32 size, both, 4;
+        prmt.b32 both, $2, 0, 0x4140;
+        shl.b32 size, both, 4;
         and.b32 size, size, 0x07f007f0;
+        shl.b32 both, both, 8;
         lop3.b32 both, both, 0x80008000, size, 0xea;
         mul.bf16x2 both, both, $3;
         mov.b32 {$0, $1}, both;
         }""",
-        "=h,=h,h,r",
-        [pairs, scale],
+        "=h,=h,r,r",
+        [pairs.to(gl.int32), scale],
         dtype=(gl.bfloat16, gl.bfloat16),
         is_pure=True,
         pack=1,

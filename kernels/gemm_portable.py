@@ -17,7 +17,7 @@ from kernels.rounding import rounded
 
 INTERPRETED = tl.constexpr(backend.INTERPRETED)
 FEW_TOKENS = 64  # up to here a layer is bound by reading its weight
-SOME_TOKENS = 512  # up to here K is cut into the weight's segments
+SOME_TOKENS = 256  # up to here K is cut into the weight's segments
 
 
 class Operands(NamedTuple):
@@ -53,7 +53,7 @@ def segments_of(kind: str, outputs: int, width: int) -> int:
         return 1
     programs, shortest = {"fp8": (128, 8), "dequantise": (256, 8), "plain": (64, 4)}[kind]
     most = min(programs // triton.cdiv(outputs, 128), triton.cdiv(width, WEIGHT_BLOCK) // shortest)
-    return 1 << max(most, 1).bit_length() - 1
+    return 1 << max(int(most), 1).bit_length() - 1
 
 
 class Tiling(NamedTuple):
@@ -71,26 +71,43 @@ class Tiling(NamedTuple):
 
 def tiling_of(kind: str, tokens: int, outputs: int) -> Tiling:
     """For the portable kernel; found by measuring on sm_90. `outputs` of one group."""
-    few = max(16, triton.next_power_of_2(tokens))
     if kind == "exact":
         return Tiling(16, 16, 32, 4, 1) if tokens <= FEW_TOKENS else Tiling(64, 64, 32, 4, 1)
+    few = max(16, triton.next_power_of_2(tokens))
     if kind == "dequantise":  # 128 outputs: a block of the quantised result
         if tokens <= FEW_TOKENS:
             return Tiling(few, 128, 128, 8, 3, split=True, weights_first=True)
-        return Tiling(256, 128, 64, 8, 3, weights_first=True) if tokens > 128 else Tiling(128, 128, 64, 8, 3, True, True)
+        return Tiling(128, 128, 64, 8, 3, split=tokens <= 128, weights_first=True)
     if kind == "fp8":
         if tokens <= 16:
             return Tiling(16, 128, 128, 8, 4, split=True, weights_first=True)
         if tokens <= FEW_TOKENS:
             return Tiling(few, 64, 128, 4, 4, split=True, weights_first=True)
         return Tiling(64, 64 if tokens <= 256 else 128, 128, 4, 4, split=tokens <= 128)
-    if tokens <= FEW_TOKENS:
-        if outputs > 16_384:  # the head's: long runs of reading, and results by the megabyte
-            return Tiling(few, 128, 128 if tokens <= 16 else 64, 8, 4, split=True, weights_first=True)
-        return Tiling(few, 64, 128, 8, 4, True, True) if tokens <= 16 else Tiling(few, 32, 128, 4, 4, True)
+    return _plain_tiling(tokens, outputs)
+
+
+def _plain_tiling(tokens: int, outputs: int) -> Tiling:
+    if outputs > 16_384:  # the head's: long runs of reading, and results by the megabyte
+        if tokens > FEW_TOKENS:
+            return Tiling(128, 256, 64, 8, 3)
+        few = max(16, triton.next_power_of_2(tokens))
+        return Tiling(few, 128, 128 if tokens <= 16 else 64, 8, 4, weights_first=True)
+    if tokens <= 16:
+        return Tiling(16, 64, 128, 8, 4, split=True, weights_first=True)
+    if tokens <= 128:
+        return Tiling(64, 32, 128, 4, 4, split=True)
     if tokens <= SOME_TOKENS:
-        return Tiling(64, 128, 64, 4, 4, split=tokens <= 256)
-    return Tiling(128, 256, 64, 8, 3) if outputs >= 1024 else Tiling(128, 128, 64, 4, 4)
+        return Tiling(64, 128, 64, 4, 4, split=True)
+    for tiling in (
+        Tiling(128, 256, 64, 8, 3),
+        Tiling(128, 128, 64, 4, 4),
+        Tiling(64, 128, 64, 4, 4),
+        Tiling(64, 64, 128, 4, 4),
+    ):
+        if triton.cdiv(tokens, tiling.tokens) * triton.cdiv(outputs, tiling.outputs) >= 120:  # programs for a whole card
+            return tiling
+    return Tiling(64, 32, 128, 4, 4)
 
 
 def _stages(tiling: Tiling, x_bytes: int, weight_bytes: int) -> int:
@@ -141,8 +158,8 @@ def _linear_kernel(
     tile_t, tile_n = _tile(tokens, OUTPUTS, TOKENS_TILE, OUTPUTS_TILE)
     t = tile_t * TOKENS_TILE + tl.arange(0, TOKENS_TILE)
     n = tile_n * OUTPUTS_TILE + tl.arange(0, OUTPUTS_TILE)
-    # Rows past the end read the last row: nothing of theirs is stored.
-    x_row = tl.minimum(t, tokens - 1)
+    # Rows past the end read others (all the same one would be slow): nothing of theirs is stored.
+    x_row = t % tokens
     w_row = group * OUTPUTS + tl.minimum(n, OUTPUTS - 1)
     x_rows = x + x_row.to(tl.int64) * x_stride + group * WIDTH
     w_rows = weight + w_row.to(tl.int64) * WIDTH
@@ -157,22 +174,11 @@ def _linear_kernel(
         else:
             w_scale_rows = weight_scales + w_row // 128 * blocks
 
-    if SPLIT:
-        segment = tl.program_id(1)
-        total = _segment(
-            x_rows, x_scale_rows, w_rows, w_scale_rows, segment,
-            WIDTH, KIND, SEGMENTS, ONE_SCALE, TOKENS_TILE, OUTPUTS_TILE, DEPTH, WEIGHTS_FIRST,
-        )  # fmt: skip
-    else:
-        total = _segment(
-            x_rows, x_scale_rows, w_rows, w_scale_rows, 0,
-            WIDTH, KIND, SEGMENTS, ONE_SCALE, TOKENS_TILE, OUTPUTS_TILE, DEPTH, WEIGHTS_FIRST,
-        )  # fmt: skip
-        for number in range(1, SEGMENTS):
-            total += _segment(
-                x_rows, x_scale_rows, w_rows, w_scale_rows, number,
-                WIDTH, KIND, SEGMENTS, ONE_SCALE, TOKENS_TILE, OUTPUTS_TILE, DEPTH, WEIGHTS_FIRST,
-            )  # fmt: skip
+    segment = tl.program_id(1)
+    total = _sums(
+        x_rows, x_scale_rows, w_rows, w_scale_rows, segment,
+        WIDTH, KIND, SEGMENTS, SPLIT, ONE_SCALE, TOKENS_TILE, OUTPUTS_TILE, DEPTH, WEIGHTS_FIRST,
+    )  # fmt: skip
     if WEIGHTS_FIRST:
         total = tl.trans(total)
 
@@ -208,22 +214,25 @@ def _tile(tokens, OUTPUTS: tl.constexpr, TOKENS_TILE: tl.constexpr, OUTPUTS_TILE
 
 
 @jit
-def _segment(
+def _sums(
     x_rows, x_scale_rows, w_rows, w_scale_rows, segment,
-    WIDTH: tl.constexpr, KIND: tl.constexpr, SEGMENTS: tl.constexpr, ONE_SCALE: tl.constexpr, TOKENS_TILE: tl.constexpr,
-    OUTPUTS_TILE: tl.constexpr, DEPTH: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+    WIDTH: tl.constexpr, KIND: tl.constexpr, SEGMENTS: tl.constexpr, SPLIT: tl.constexpr, ONE_SCALE: tl.constexpr,
+    TOKENS_TILE: tl.constexpr, OUTPUTS_TILE: tl.constexpr, DEPTH: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The sum over one segment of K: float32 [OUTPUTS_TILE, TOKENS_TILE] if WEIGHTS_FIRST, else transposed."""
+    """Over one segment of K if SPLIT, else over all, segment by segment: float32 [OUTPUTS_TILE, TOKENS_TILE] if WEIGHTS_FIRST,
+    else transposed."""
     blocks: tl.constexpr = (WIDTH + 127) // 128
     length: tl.constexpr = (blocks + SEGMENTS - 1) // SEGMENTS * 128
     even: tl.constexpr = WIDTH % DEPTH == 0
+    chained: tl.constexpr = SEGMENTS > 1 and not SPLIT
     first = segment * length
-    last = tl.minimum(first + length, WIDTH)
+    last = tl.minimum(first + length, WIDTH) if SPLIT else WIDTH
     k = tl.arange(0, DEPTH)
     if WEIGHTS_FIRST:
         total = tl.zeros([OUTPUTS_TILE, TOKENS_TILE], tl.float32)
     else:
         total = tl.zeros([TOKENS_TILE, OUTPUTS_TILE], tl.float32)
+    whole = total
     x_scale, w_scale = _scales(x_scale_rows, w_scale_rows, first, KIND, blocks)
     for at in tl.range(first, last, DEPTH):
         if even:
@@ -254,6 +263,12 @@ def _segment(
                 total = tl.dot(rows, tl.trans(codes), total, input_precision="ieee")
         x_scale = next_x_scale
         w_scale = next_w_scale
+        if chained:  # noqa: SIM102 (decided while compiling, unlike the next)
+            if (at + DEPTH) % length == 0 or at + DEPTH >= WIDTH:
+                whole += total
+                total = tl.zeros_like(total)
+    if chained:
+        total = whole
     return total
 
 

@@ -182,28 +182,28 @@ def mixed_reference(streams: Tensor, weights: HyperWeights, norm_weight: Tensor,
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """How `mix_fragments_kernel` cuts its work: 16 tokens a warp by a span of channels, walked in steps of `channels`, of
-    which a thread loads `vector` at once; ahead: the next step's are asked for before this one's are used."""
+    """How `mix_fragments_kernel` cuts its work: blocks of tokens, 16 or more a warp, by a span of channels, walked in steps of
+    `channels`, of which a thread loads `vector` at once."""
 
+    tokens: int
     warps: int
     span: int
     channels: int
     vector: int
-    ahead: bool
 
 
-def _tiles(tokens: int, width: int, post: bool) -> _Tiles:
+def _tiles(tokens: int) -> _Tiles:
     """Chosen from shapes alone, so a row's sums do not depend on what else is in the batch."""
     if tokens <= 16:
-        return _Tiles(1, 32, 32, 4, False)
+        return _Tiles(16, 1, 32, 32, 4)
     if tokens <= 128:
-        return _Tiles(4, 32, 32, 4, False)
+        return _Tiles(32, 2, 32, 32, 4)
     if tokens <= 1024:
-        return _Tiles(4, 256, 32, 4, False)
-    return _Tiles(4, 1024, 32, 4, False)
+        return _Tiles(64, 4, 128, 32, 4)
+    return _Tiles(64, 4, 256, 32, 4)
 
 
-def _finish_shape(tokens: int, width: int) -> tuple[int, int]:
+def _finish_shape(tokens: int) -> tuple[int, int]:
     """Tokens of a program that runs Sinkhorn, and warps."""
     return 4 if tokens <= 1024 else 32, 4
 
@@ -224,7 +224,7 @@ def _mix(streams: Tensor, weights: HyperWeights, before: tuple[Tensor, Tensor, T
     (out, post, comb, into) of a `hyper_post` that comes first."""
     tokens, n, width = streams.shape
     _require_four(n)
-    tiles = _tiles(tokens, width, before is not None)
+    tiles = _tiles(tokens)
     span = min(tiles.span, width)
     if streams.dtype != torch.bfloat16 or width % span or span % tiles.channels or not backend.active().arch:
         return _mix_portable(streams, weights, before)
@@ -232,7 +232,7 @@ def _mix(streams: Tensor, weights: HyperWeights, before: tuple[Tensor, Tensor, T
     out, post, comb, into = before or (streams, streams, streams, streams)
     launch(
         mix_fragments_kernel,
-        (width // span, triton.cdiv(tokens, 16 * tiles.warps)),
+        (width // span, triton.cdiv(tokens, tiles.tokens)),
         streams,
         out,
         post,
@@ -245,10 +245,9 @@ def _mix(streams: Tensor, weights: HyperWeights, before: tuple[Tensor, Tensor, T
         SPAN=span,
         OUTPUTS=len(weights.fn),
         COLUMNS=PARTIAL_COLUMNS,
-        TOKENS=16 * tiles.warps,
+        TOKENS=tiles.tokens,
         CHANNELS=tiles.channels,
         VECTOR=tiles.vector,
-        AHEAD=tiles.ahead and span > tiles.channels,
         POST=before is not None,
         num_warps=tiles.warps,
         **_dependent(),
@@ -304,7 +303,7 @@ def _finish(
     if quantise:
         codes = workspace.empty((tokens, width), torch.float8_e4m3fn, device)
         scales = workspace.empty((tokens, triton.cdiv(width, ACTIVATION_BLOCK)), torch.uint8, device)
-    sinkhorn_tokens, warps = _finish_shape(tokens, width)
+    sinkhorn_tokens, warps = _finish_shape(tokens)
     doubly_stochastic = 0 if head else triton.cdiv(tokens, sinkhorn_tokens)  # programs
     launch(
         _finish_kernel,

@@ -2,7 +2,7 @@
 
 A bf16 matrix product multiplies the same k of both sides whatever order the k come in, so each thread loads consecutive
 channels of the streams as its share of a fragment: `hyper_post` is arithmetic on fragments, and its result is multiplied
-where it is. The projection comes through shared memory, asked for ahead.
+where it is. The projection comes through shared memory, a step ahead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def mix_fragments_kernel(
     TOKENS: gl.constexpr,
     CHANNELS: gl.constexpr,
     VECTOR: gl.constexpr,
-    AHEAD: gl.constexpr,
     POST: gl.constexpr,
     DEPENDENT: gl.constexpr,
     num_warps: gl.constexpr,
@@ -40,7 +39,8 @@ def mix_fragments_kernel(
     left: gl.constexpr = gl.DotOperandLayout(0, product, VECTOR)
     right: gl.constexpr = gl.DotOperandLayout(1, product, VECTOR)
     copies: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CHANNELS, CHANNELS // 8], [num_warps, 1], [1, 0])
-    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // CHANNELS, CHANNELS // 8, [1, 0])
+    # Four threads read 4 * VECTOR channels of one output, so that is what the rows of outputs take turns in.
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(4 * VECTOR, 64 // CHANNELS, CHANNELS // (4 * VECTOR), [1, 0])
     STEPS: gl.constexpr = SPAN // CHANNELS
     SLOTS: gl.constexpr = 2 if STEPS > 1 else 1
     weights = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 8 * COLUMNS, CHANNELS], swizzled)
@@ -64,17 +64,18 @@ def mix_fragments_kernel(
     wide = rows.to(gl.int64)[:, None]
     within = gl.arange(0, CHANNELS, gl.SliceLayout(0, left))[None, :]
     place = wide * (4 * WIDTH) + start + within
-    s0, s1, s2, s3 = _four(streams + place, WIDTH, live)
+    out_place = out + wide * WIDTH + start + within
     if POST:
-        out_place = out + wide * WIDTH + start + within
-        value = gl.load(out_place, mask=live, other=0.0)
         p = _four(post + wide * 4, 1, live)
         a, b = _four(comb + wide * 16, 1, live), _four(comb + wide * 16 + 4, 1, live)
         c, d = _four(comb + wide * 16 + 8, 1, live), _four(comb + wide * 16 + 12, 1, live)
     total = gl.zeros([TOKENS, COLUMNS], gl.float32, product)
-    squares = gl.zeros([TOKENS, CHANNELS], gl.float32, left)
-    for step in range(0, STEPS):
+    squares = gl.zeros([TOKENS], gl.float32, gl.SliceLayout(1, left))
+    for step in range(STEPS):
         slot = step % SLOTS
+        s0, s1, s2, s3 = _four(streams + place + step * CHANNELS, WIDTH, live)
+        if POST:
+            value = gl.load(out_place + step * CHANNELS, mask=live, other=0.0)
         if STEPS > 1:
             if step + 1 < STEPS:
                 async_copy.async_copy_global_to_shared(weights.index((step + 1) % SLOTS), wanted + (step + 1) * CHANNELS)
@@ -84,53 +85,24 @@ def mix_fragments_kernel(
                 async_copy.wait_group(0)
         else:
             async_copy.wait_group(0)
-        n0, n1, n2, n3 = s0, s1, s2, s3
-        if POST:
-            following = value
-        if AHEAD:
-            more = live & (step + 1 < STEPS)
-            n0, n1, n2, n3 = _four(streams + place + (step + 1) * CHANNELS, WIDTH, more)
-            if POST:
-                following = gl.load(out_place + (step + 1) * CHANNELS, mask=more, other=0.0)
         gl.thread_barrier()
         some = gl.zeros([TOKENS, COLUMNS], gl.float32, product)  # short sums: the matrix units truncate as they add
-        x0, x1, x2, x3 = s0, s1, s2, s3
-        if POST:
-            x0 = _mixed(value, s0, s1, s2, s3, p[0], a[0], b[0], c[0], d[0])
-        some, squares = _add(x0, weights.index(slot), 0, COLUMNS, right, some, squares)
-        if POST:
-            x1 = _mixed(value, s0, s1, s2, s3, p[1], a[1], b[1], c[1], d[1])
-        some, squares = _add(x1, weights.index(slot), 2, COLUMNS, right, some, squares)
-        if POST:
-            x2 = _mixed(value, s0, s1, s2, s3, p[2], a[2], b[2], c[2], d[2])
-        some, squares = _add(x2, weights.index(slot), 4, COLUMNS, right, some, squares)
-        if POST:
-            x3 = _mixed(value, s0, s1, s2, s3, p[3], a[3], b[3], c[3], d[3])
-        some, squares = _add(x3, weights.index(slot), 6, COLUMNS, right, some, squares)
+        old = (s0, s1, s2, s3)
+        for k in gl.static_range(4):
+            x = old[k]
+            if POST:
+                x = _mixed(value, s0, s1, s2, s3, p[k], a[k], b[k], c[k], d[k])
+                gl.store(into + place + (k * WIDTH + step * CHANNELS), x, mask=live)
+            some, squares = _add(x, weights.index(slot), 2 * k, COLUMNS, right, some, squares)
         total += some
-        if POST:
-            here = into + place + step * CHANNELS
-            gl.store(here, x0, mask=live)
-            gl.store(here + WIDTH, x1, mask=live)
-            gl.store(here + 2 * WIDTH, x2, mask=live)
-            gl.store(here + 3 * WIDTH, x3, mask=live)
         if STEPS > 1:
             gl.thread_barrier()
-            if AHEAD:
-                s0, s1, s2, s3 = n0, n1, n2, n3
-                if POST:
-                    value = following
-            else:
-                more = live & (step + 1 < STEPS)
-                s0, s1, s2, s3 = _four(streams + place + (step + 1) * CHANNELS, WIDTH, more)
-                if POST:
-                    value = gl.load(out_place + (step + 1) * CHANNELS, mask=more, other=0.0)
     rows = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, product))
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, product))
     places = partial + (split * COLUMNS + columns[None, :]) * tokens + rows[:, None]
     gl.store(places, total, mask=(rows < tokens)[:, None] & (columns < OUTPUTS)[None, :])
     rows = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, left))
-    gl.store(partial + (split * COLUMNS + OUTPUTS) * tokens + rows, gl.sum(squares, 1), mask=rows < tokens)
+    gl.store(partial + (split * COLUMNS + OUTPUTS) * tokens + rows, squares, mask=rows < tokens)
 
 
 @gluon_jit
@@ -144,7 +116,7 @@ def _add(x, weights, FIRST: gl.constexpr, COLUMNS: gl.constexpr, right: gl.const
     high = weights.slice(FIRST * COLUMNS, COLUMNS).permute((1, 0)).load(right)
     low = weights.slice((FIRST + 1) * COLUMNS, COLUMNS).permute((1, 0)).load(right)
     some = mma_v2(x, high, mma_v2(x, low, some))
-    return some, squares + x.to(gl.float32) * x.to(gl.float32)
+    return some, squares + gl.sum(x.to(gl.float32) * x.to(gl.float32), 1)
 
 
 @gluon_jit

@@ -169,7 +169,7 @@ def tiling(kind: str, tokens: int, shared_bytes: int) -> Tiling:
         return Tiling(64, 4, 2, 2)
     if shared_bytes < 200_000:
         return Tiling(128 if tokens < 4 else 64, 4, 3, 1)
-    return Tiling(128 if tokens < 4 else 64, 4, 4, 4 if tokens == 1 else 2)
+    return Tiling(128 if tokens < 4 else 64, 4, 5, 3 if tokens == 1 else 2)
 
 
 def score_entries(
@@ -239,7 +239,9 @@ def score_entries(
 def _grouping(batch: Ragged, kind: str, count: int) -> tuple[int, bool]:
     """(tokens that share one reading of the keys, whether such a group never holds two sequences)."""
     members = 1 if kind == "fp32" else min(batch.longest, TOKENS_A_GROUP)
-    return members, len(batch.positions) == len(batch.starts) * batch.longest and count % members == 0 == batch.longest % members
+    return members, len(batch.positions) == len(
+        batch.starts
+    ) * batch.longest and count % members == 0 == batch.longest % members
 
 
 def _planes(pages: Tensor, row: IndexRow) -> tuple[Tensor, Tensor]:
@@ -360,7 +362,7 @@ def _score_kernel(
         others = 0  # sequences that the group holds besides
         if not UNIFORM:
             others = last_sequence - tl.min(tl.where(member_real, member_sequence, last_sequence))
-        for back in range(0, others + 1):
+        for back in range(others + 1):
             sequence = last_sequence - back
             visible = tl.where(member_sequence == sequence, member_visible, 0)
             table = page_table + sequence * table_stride

@@ -15,7 +15,6 @@ from kernels.early import await_inputs, early
 from kernels.jit import jit
 from kernels.launch import launch
 
-
 DECODE_TOKENS = 5  # a window ring has 4 rows more than the window: the token itself and 4 drafts
 
 

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from kernels.sample import Parameters
 
 GROUP = 64  # ids whose largest logit is kept
-CHUNK_GROUPS = 128  # groups of a program
+CHUNK_GROUPS = 64  # groups of a program
 TOP_P_GROUPS = 128  # how many groups top-p looks at first
 MOST_GROUPS = 1024  # and then, before it takes the whole row; the largest top-k that is found among groups
 CANDIDATES = 2048  # ids kept of the groups looked at
-ROW_TILE = 8192  # ids of a step over a whole row
+ROW_TILE = 4096  # ids of a step over a whole row
 
 _LOWEST = tl.constexpr(-(1 << 31))  # below the key of every float
 _NAN_KEY = tl.constexpr(0x7FC00000)
@@ -80,7 +80,7 @@ def sample_rows(logits: Tensor, parameters: Parameters, draws: bool, edits: bool
         BIASES=p.bias_ids.shape[1],
         EDITS=edits,
         **shape,
-        num_warps=8,
+        num_warps=4,
     )
     edited_by = (p.presence, p.frequency, p.repetition, p.forbidden_counts, p.bias_counts)
     masses = made(rows, chunks, dtype=torch.int64)
@@ -99,7 +99,7 @@ def sample_rows(logits: Tensor, parameters: Parameters, draws: bool, edits: bool
             GROUPS_PADDED=triton.next_power_of_2(groups),
             EDITS=edits,
             **shape,
-            num_warps=8,
+            num_warps=4,
         )
     ids, peak = made(rows, dtype=torch.int64), made(rows, dtype=torch.float32)
     model_peak, logprob = made(rows, dtype=torch.float32), made(rows, dtype=torch.float32)
@@ -144,7 +144,7 @@ def sample_rows(logits: Tensor, parameters: Parameters, draws: bool, edits: bool
         DRAWS=draws,
         EDITS=edits,
         **shape,
-        num_warps=8,
+        num_warps=16 if draws else 8,
     )
     return ids, model_peak, peak, logprob, top_ids, top_logprobs
 
@@ -499,15 +499,15 @@ def _pick(values, length, floor, ties, target, peak, slope, least, TILE: tl.cons
 @jit
 def _tally(values, length, floor, peak, slope, least, TILE: tl.constexpr):
     """How many keys are `floor` or more, and what they weigh together."""
-    count = tl.full([], 0, tl.int32)
-    mass = tl.full([], 0, tl.int64)
-    for start in range(0, length, TILE):
+    count = tl.zeros([TILE], tl.int32)
+    mass = tl.zeros([TILE], tl.int64)
+    for start in tl.range(0, length, TILE, num_stages=3 if TILE > 2048 else 1):
         places = start + tl.arange(0, TILE)
         x = tl.load(values + places, mask=places < length, other=float("-inf"))
         above = (_key(x) >= floor) & (places < length)
-        count += tl.sum(above.to(tl.int32), 0)
-        mass += tl.sum(tl.where(above, _weight(x, peak, slope, least), 0), 0)
-    return count, mass
+        count += above.to(tl.int32)
+        mass += tl.where(above, _weight(x, peak, slope, least), 0)
+    return tl.sum(count, 0), tl.sum(mass, 0)
 
 
 @jit
@@ -539,11 +539,12 @@ def _nth(values, length, n, TILE: tl.constexpr):
     bit = tl.full([], 31, tl.int64)
     while bit >= 0:
         tried = found + (tl.full([], 1, tl.int64) << bit)
-        count = tl.full([], 0, tl.int32)
-        for start in range(0, length, TILE):
+        counts = tl.zeros([TILE], tl.int32)
+        for start in tl.range(0, length, TILE, num_stages=3 if TILE > 2048 else 1):
             places = start + tl.arange(0, TILE)
             x = tl.load(values + places, mask=places < length, other=float("-inf"))
-            count += tl.sum(((_key(x) >= tried.to(tl.int32)) & (places < length)).to(tl.int32), 0)
+            counts += ((_key(x) >= tried.to(tl.int32)) & (places < length)).to(tl.int32)
+        count = tl.sum(counts, 0)
         found = tl.where(count >= n, tried, found)
         bit = tl.where(count == n, -1, bit - 1)
     return found.to(tl.int32)

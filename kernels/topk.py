@@ -17,7 +17,7 @@ from kernels.launch import launch
 from kernels.ragged import Ragged
 
 GROUP = 8  # scores a stored maximum covers
-WARPS = 16
+WARPS = 8
 
 
 def choose_rows(
@@ -117,13 +117,14 @@ def _value(ordered):
 
 
 @jit
-def _narrow(value, low, high, TOPK):
+def _narrow(value, low, high, TOPK, NEAR: tl.constexpr):
     """Closes in on the TOPK-th largest of the values [N] (-inf: none). low, high: ordered; at least `low` are TOPK or more,
     at least `high` fewer. Gives (low, high, more, exact): exact = TOPK are at least `low`; otherwise high = low + 1, and the
     tie at `low` has to be broken; more = how many are at least `high`.
 
     Two pivots a step, since a step costs the exchange between warps; N < 32768, so both counts travel in one integer. They
     divide the range of the numbers, which is quickest for scores, and every fourth time that of their bits, which ends.
+    NEAR: `low` is a good guess, so begin close to it.
     """
     more, exact, step = 0, 0, 0
     while (exact == 0) & (low + 1 < high):
@@ -131,8 +132,10 @@ def _narrow(value, low, high, TOPK):
             half = (low & high) + ((low ^ high) >> 1)
             first, second = half, (half & high) + ((half ^ high) >> 1)
         else:
-            bottom, top = _value(low), _value(high)
-            first, second = _ordered(bottom + (top - bottom) * 0.3333), _ordered(bottom + (top - bottom) * 0.6667)
+            bottom, size = _value(low), _value(high) - _value(low)
+            near = NEAR & (step == 0)
+            first = _ordered(bottom + size * tl.where(near, 0.0156, 0.3333))
+            second = _ordered(bottom + size * tl.where(near, 0.0625, 0.6667))
         first = tl.minimum(tl.maximum(first, low + 1), high - 1)
         second = tl.minimum(tl.maximum(second, first), high - 1)
         above = tl.sum((value >= _value(first)).to(tl.int32) + ((value >= _value(second)).to(tl.int32) << 16))
@@ -150,9 +153,9 @@ def _narrow(value, low, high, TOPK):
 
 
 @jit
-def _store_best(target, value, item, low, high, TOPK):
+def _store_best(target, value, item, low, high, TOPK, NEAR: tl.constexpr):
     """Stores the items [N] of the TOPK largest values in the order of their index; gives the value of the last, ordered."""
-    low, high, more, exact = _narrow(value, low, high, TOPK)
+    low, high, more, exact = _narrow(value, low, high, TOPK, NEAR)
     if exact != 0:
         chosen = value >= _value(low)
         place = tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -189,7 +192,7 @@ def _first_level(maxima, target, groups, size, TOPK, WIDE):
         value = _span_maximum(maxima, span, groups, size)
     low = _ordered(tl.min(tl.where(real, value, float("inf"))))
     high = _ordered(tl.max(value) + 0.0) + 1  # 0.0: -0 becomes 0, which it equals
-    return _store_best(target, value, span, low, high, TOPK), high
+    return _store_best(target, value, span, low, high, TOPK, False), high
 
 
 @jit
@@ -243,19 +246,20 @@ def _choose_kernel(
             parent = tl.load(target + slot, mask=slot < TOPK, other=groups)
             tl.debug_barrier()
             span = tl.reshape(parent[:, None] * BRANCH + tl.arange(0, BRANCH)[None, :], (FEW * BRANCH,))
-            low = _store_best(target, _span_maximum(maxima, span, groups, size), span, low, high, TOPK)
+            low = _store_best(target, _span_maximum(maxima, span, groups, size), span, low, high, TOPK, True)
 
     left = tl.minimum(groups, TOPK)
     group = tl.load(target + slot, mask=slot < left, other=0)
-    tl.debug_barrier()
     entry = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     real = (slot[:, None] < left) & (entry < visible)
     value = tl.load(scores + entry, mask=real, other=float("-inf"))
+    if ROWS % GROUP == 0:  # a group lies in one page
+        page = tl.load(table + group * GROUP // ROWS)
+        row = (page * ROWS + group * GROUP % ROWS).to(tl.int32)[:, None] + tl.arange(0, GROUP)[None, :]
+    else:
+        row = (tl.load(table + entry // ROWS, mask=real, other=0) * ROWS + entry % ROWS).to(tl.int32)
+    tl.debug_barrier()
     if groups <= TOPK:
         low = _ordered(tl.min(tl.where(real, value, float("inf"))))
-        high = _ordered(tl.max(value) + 0.0) + 1  # 0.0: -0 becomes 0, which it equals
-    _store_best(target, tl.reshape(value, (FEW * GROUP,)), tl.reshape(entry, (FEW * GROUP,)), low, high, TOPK)
-    entry = tl.load(target + slot, mask=slot < TOPK, other=0)
-    page = tl.load(table + entry // ROWS, mask=slot < TOPK, other=0)
-    tl.debug_barrier()
-    tl.store(target + slot, (page * ROWS + entry % ROWS).to(tl.int32), mask=slot < TOPK)
+        high = _ordered(tl.max(value) + 0.0) + 1
+    _store_best(target, tl.reshape(value, (FEW * GROUP,)), tl.reshape(row, (FEW * GROUP,)), low, high, TOPK, True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import sparse_attention
-from kernels.gemm import grouped_linear, linear
+from kernels.gemm import grouped_linear, grouped_linear_quantised, linear
 from kernels.indexer import Entries
 from kernels.kvrows import kv_rows
 from kernels.norm import query_norm_rope, rms_norm, rms_norm_quantise
@@ -61,8 +61,10 @@ class Attention:
         )
         if not batch.is_decode:
             store_ring(batch, cache.window, new_rows)
-        grouped = grouped_linear(torch.unflatten(out, 1, (c.o_groups, -1)).flatten(2), self.wo_a)
-        return linear(grouped.flatten(1), self.wo_b)
+        by_group = out.view(len(out), c.o_groups, -1)
+        if c.quantised:
+            return linear(grouped_linear_quantised(by_group, self.wo_a), self.wo_b)
+        return linear(grouped_linear(by_group, self.wo_a).flatten(1), self.wo_b)
 
     def _latent(self, projected: Tensor) -> Tensor | Quantised:
         if self.config.quantised:

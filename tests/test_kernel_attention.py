@@ -12,7 +12,7 @@ from tests.kernel_backend import DEVICE, triton_backend  # before any kernel
 
 # isort: split
 from kernels import backend
-from kernels.attention import Tiling, decode_attention, sparse_attention_reference
+from kernels.attention import Tiling, decode_attention, sparse_attention_reference, tiling
 from kernels.cases.attention import TOLERANCE, Inputs, Shape, expected, fill, make, poison, run
 from kernels.cases.case import GOLDEN, TINY, V4_FLASH, Widths
 from kernels.indexer import Entries
@@ -90,16 +90,16 @@ def test_the_reference_against_a_loop(which: str) -> None:
 @pytest.mark.parametrize(("rows", "selected"), [(0, False), (20, True), (20, False)])
 @pytest.mark.parametrize("widths", [TINY, GOLDEN, SMALL])
 def test_a_step(widths: Widths, rows: int, selected: bool, kind: str, dtype: torch.dtype) -> None:
-    """Two tokens for each of three sequences, full and of random lengths; every row that is not seen is NaN."""
-    shape = Shape(3, 2, rows, selected, kind, dtype)
+    """Two tokens for each of two sequences of random lengths, or (SMALL) full; every row that is not seen is NaN."""
+    shape = Shape(2, 2, rows, selected, kind, dtype)
     inputs = make(widths, shape, DEVICE, 3)
-    assert relative_rms(run(inputs), expected(inputs)) < TOLERANCE[dtype]
-    fill(inputs, shape, 5, full=False)
+    if widths is not SMALL:
+        fill(inputs, shape, 5, full=False)
     assert relative_rms(run(inputs), expected(inputs)) < TOLERANCE[dtype]
 
 
 @pytest.mark.usefixtures(triton_backend.__name__)
-@pytest.mark.parametrize("start", [0, 1, 22, 23, 24, 25, 127, 128, 511, 512])
+@pytest.mark.parametrize("start", [0, 1, 22, 23, 24, 127, 128, 512])
 def test_lengths_around_the_window_and_the_entries(start: int) -> None:
     inputs = make(SMALL, Shape(1, 3, 6, poison=False), DEVICE, 1)
     inputs.batch.starts.fill_(start)
@@ -109,7 +109,7 @@ def test_lengths_around_the_window_and_the_entries(start: int) -> None:
 
 
 @pytest.mark.usefixtures(triton_backend.__name__)
-@pytest.mark.parametrize("splits", [1, 2, 3, 9])
+@pytest.mark.parametrize("splits", [1, 2, 9])
 @pytest.mark.parametrize("block_rows", [16, 32])
 def test_any_number_of_splits(splits: int, block_rows: int) -> None:
     """Nine splits for fewer tiles: some have nothing to do, and what they leave unwritten does not matter."""
@@ -120,17 +120,23 @@ def test_any_number_of_splits(splits: int, block_rows: int) -> None:
 
 
 @pytest.mark.usefixtures(triton_backend.__name__)
-@pytest.mark.parametrize("splits", [1, 2, 9])
-def test_the_hopper_kernel(splits: int) -> None:
-    """Where there is such a card; elsewhere the portable kernel takes its place."""
-    for shape in (Shape(3, 2, 512, True), Shape(2, 1, 70), Shape(2, 1)):
-        widths = V4_FLASH if backend.active().hopper else replace(SMALL, heads=64)
-        cut = Tiling(64, 64, splits, 8, 1, hopper=backend.active().hopper)
-        if not backend.active().hopper:
-            shape = replace(shape, rows=min(shape.rows, 20))
-        inputs = make(widths, shape, DEVICE, 8)
-        fill(inputs, shape, 9, full=False)
-        assert relative_rms(attend(inputs, cut), expected(inputs)) < TOLERANCE[torch.bfloat16]
+def test_the_hopper_kernel() -> None:
+    """It is chosen on Hopper for the rows of V4 and 64 or 128 heads, and is right there for any number of splits."""
+    rows = {widths: KVRow("fp8", widths.head_dim, widths.rope_dim, rounded=True) for widths in (V4_FLASH, TINY)}
+    before = backend.active()
+    backend.use(backend.TARGETS["sm_90"])
+    try:
+        for heads, widths, fits in ((64, V4_FLASH, True), (128, V4_FLASH, True), (32, V4_FLASH, False), (64, TINY, False)):
+            q = torch.empty(3, heads, widths.head_dim, dtype=torch.bfloat16, device="meta")
+            assert tiling(q, rows[widths], 640).hopper == fits
+        assert not tiling(q.float(), rows[TINY], 640).hopper
+    finally:
+        backend.use(before)
+    for shape in (Shape(3, 2, 512, True), Shape(2, 1, 70), Shape(2, 1)) if before.hopper else ():
+        for heads, splits in ((64, 1), (64, 2), (64, 9), (128, 2)):
+            inputs = make(replace(V4_FLASH, heads=heads), shape, DEVICE, 8)
+            fill(inputs, shape, 9, full=False)
+            assert relative_rms(attend(inputs, Tiling(64, 64, splits, 8, 1, hopper=True)), expected(inputs)) < 8e-3
 
 
 def attend(inputs: Inputs, cut: Tiling) -> Tensor:

@@ -11,7 +11,9 @@ from tests.kernel_backend import DEVICE, triton_backend  # before any kernel
 # isort: split
 from kernels import backend, experts_plan
 from kernels.experts import ExpertWeights, experts, experts_reference, route, route_reference, swiglu, swiglu_reference
+from kernels.experts_portable import arrange_kernel
 from kernels.experts_weights import fragments
+from kernels.launch import launch
 from kernels.quant import (
     FP4_VALUES,
     Quantised,
@@ -20,6 +22,7 @@ from kernels.quant import (
     pack_fp4,
     quantise_fp4,
     quantise_fp8,
+    scale_from_byte,
     scale_to_byte,
     simulate_fp8,
 )
@@ -231,7 +234,7 @@ def test_sorting_by_one_kernel_or_two(monkeypatch: pytest.MonkeyPatch, pairs: in
 
 
 def test_fragments_hold_what_the_checkpoint_says() -> None:
-    """Read back word by word, as the lanes of `experts_hopper` do. Scales within 2^11 of a row's largest are exact, and a
+    """Read back word by word, as the lanes of `experts_fp4` do. Scales within 2^11 of a row's largest are exact, and a
     block of zeros may have any; smaller ones are rounded, to a part in 2^15 of the largest value."""
     generator = torch.Generator().manual_seed(0)
     packed = torch.randint(-128, 128, (64, 128), dtype=torch.int8, generator=generator)
@@ -259,6 +262,23 @@ def values_of_fragments(words: Tensor, scales: Tensor, row_scales: Tensor) -> Te
                 column = 128 * step + 32 * block + 16 * (channel // 4) + 4 * (lane % 4) + channel % 4
                 got[row, column] = -value if sign else value
     return got
+
+
+@on_triton
+def test_rows_are_copied_to_their_tiles() -> None:
+    """With their scales as factors, a column a row; what lies beyond a tile's rows is never read."""
+    x = quantise_reference(random(3, 256) * torch.tensor([[1.0], [8], [64]], device=DEVICE))
+    order = torch.tensor([5, 0, 3, 1, 2, 4], dtype=torch.int32, device=DEVICE)
+    tiles = torch.tensor([[0, 0, 2, 0], [1, 2, 4, 0]], dtype=torch.int32, device=DEVICE)
+    result = torch.zeros(6, 256, dtype=torch.float8_e4m3fn, device=DEVICE)
+    factors = torch.zeros(2, 2, 4, device=DEVICE)
+    count = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    tensors = (x.codes, x.scales, order, tiles, count, result, factors)
+    launch(arrange_kernel, (2, 2), *tensors, K=256, TOPK=2, TILE=4, BLOCK=128, num_warps=4)
+    tokens = order.long() // 2
+    assert torch.equal(result.view(torch.uint8), x.codes.view(torch.uint8)[tokens])
+    scales = scale_from_byte(x.scales[tokens]).float()
+    assert torch.equal(factors[0, :, :2], scales[:2].T) and torch.equal(factors[1], scales[2:].T)
 
 
 def test_kinds_and_widths_that_no_kernel_takes_are_named() -> None:

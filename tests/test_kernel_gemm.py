@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("triton_backend")
 
 BF16_ROUNDING = 3e-3  # relative rms of one rounding to bf16, and of float32 sums in another order before it
 FLOAT32_SUMS = 2e-6
+FP8_SUMS = 1e-3  # the FP8 matrix units of Hopper keep some 14 bits of the sum over a block of 128
 Weight = TypeVar("Weight")
 
 
@@ -82,7 +83,7 @@ def test_fp8_linear(tokens: int, outputs: int, width: int) -> None:
     assert got.dtype == torch.bfloat16
     assert error(got, linear_reference(x, wide, torch.float64)) < BF16_ROUNDING
     assert torch.equal(linear(quantise(x), weight), got)
-    assert error(linear(x, weight, torch.float32), linear_reference(x, wide, torch.float64)) < FLOAT32_SUMS
+    assert error(linear(x, weight, torch.float32), linear_reference(x, wide, torch.float64)) < FP8_SUMS
     assert weight.arrivals is not None and not weight.arrivals.any(), "a launch leaves its counters as it found them"
 
 
@@ -128,7 +129,7 @@ def test_every_code_becomes_its_bf16() -> None:
 
 def layers() -> list[tuple[str, Callable[[Tensor], Tensor]]]:
     """Each with K cut into segments; x [T, 4096]."""
-    weight, plain = LinearWeight.fp8(*fp8_matrix(128, 4096)), LinearWeight.plain(random(96, 4096, seed=1))
+    weight, plain = LinearWeight.fp8(*fp8_matrix(128, 4096)), LinearWeight.plain(random(128, 4096, seed=1))
     odd, grouped = LinearWeight.fp8(*fp8_matrix(72, 4096)), GroupedWeight.fp8(*fp8_matrix(256, 2048), 2)
     return [
         ("fp8", lambda x: linear(x, weight)),
@@ -167,7 +168,7 @@ def test_segments_by_many_programs_or_by_one_are_the_same() -> None:
     assert segments > 1
     partials = torch.empty(segments, 20, 64, device=DEVICE)
     results = []
-    for tiling in (Tiling(16, 64, 128, 4, 3, True, True), Tiling(16, 64, 128, 4, 3), Tiling(32, 32, 128, 4, 3, False, True)):
+    for tiling in (Tiling(16, 64, 128, 4, 3, True, True), Tiling(64, 32, 128, 4, 3), Tiling(32, 64, 128, 4, 3, False, True)):
         out = torch.empty(20, 64, dtype=torch.float32, device=DEVICE)
         operands = Operands(rows.codes, rows.scales, weight.values[None], weight.scales, out, None, partials, weight.arrivals)
         multiply_portable(operands, segments, tiling)

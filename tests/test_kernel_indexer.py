@@ -97,9 +97,7 @@ class Step:
         self.scales = None if self.scales is None else self.scales.to(DEVICE)
 
     def select(self, topk: int) -> Entries:
-        return select_entries(
-            self.queries, self.scales, self.head_weights, self.batch, self.pages, self.row, RATIO, topk
-        )
+        return select_entries(self.queries, self.scales, self.head_weights, self.batch, self.pages, self.row, RATIO, topk)
 
     def reference(self, topk: int) -> Entries:
         return select_entries_reference(
@@ -133,7 +131,8 @@ def same(got: Entries, wanted: Entries) -> None:
         ([90, 200], [4, 4], 8, {}),
         ([90, 40, 33], [3, 3, 3], 8, {}),
         ([40, 70, 5, 200], [5, 1, 9, 2], 8, {}),  # groups of tokens that hold two sequences
-        ([300], [70], 32, {"page_rows": 64}),
+        ([90, 40], [5, 2], 8, {"heads": 64, "page_rows": 64}),
+        ([150], [30], 32, {"page_rows": 64}),
     ],
 )
 def test_the_chosen_rows_are_the_references(
@@ -238,14 +237,20 @@ def choose(scores: Tensor, visible: Tensor, topk: int, page_rows: int) -> tuple[
         torch.full((tokens, topk), -7, dtype=torch.int32, device=DEVICE),
         torch.full((tokens,), -7, dtype=torch.int32, device=DEVICE),
     )
-    choose_rows(got.rows, got.counts, scores.masked_fill(hidden, torch.nan).to(DEVICE), maxima.to(DEVICE), batch, page_rows, RATIO)
+    choose_rows(
+        got.rows, got.counts, scores.masked_fill(hidden, torch.nan).to(DEVICE), maxima.to(DEVICE), batch, page_rows, RATIO
+    )
     return Entries(got.rows.cpu(), got.counts.cpu()), expected
 
 
 @pytest.mark.parametrize("values", ["normal", "few", "equal", "negative zeros", "steep"])
 @pytest.mark.parametrize(
     ("visible", "topk"),
-    [([0, 1, 7, 8, 9, 31, 32, 33, 40, 256, 257, 300, 2048], 8), ([511, 512, 513, 4095, 4096, 4097, 16384, 16385], 512), ([65_600], 512)],
+    [
+        ([0, 1, 7, 8, 9, 31, 32, 33, 40, 256, 257, 300, 2048], 8),
+        ([511, 512, 513, 4095, 4096, 4097, 16384, 16385], 512),
+        ([65_600], 512),
+    ],
 )
 def test_the_choice_is_exact(triton_backend: backend.Backend, values: str, visible: list[int], topk: int) -> None:
     torch.manual_seed(11)

@@ -108,14 +108,15 @@ def test_kv_row_bytes(head_dim: int, rope_dim: int, row_bytes: int) -> None:
     x = (torch.randn(head_dim, 6) * 2.0 ** torch.randint(-8, 8, (head_dim, 1))).bfloat16().T
     assert not x.is_contiguous()
     packed = row.pack(x)
-    assert packed.shape == (6, row_bytes) and torch.equal(packed, row.pack(x.contiguous()))
+    assert packed.shape == (6, -(-row_bytes // 16) * 16) and torch.equal(packed, row.pack(x.contiguous()))
+    assert row.ring_bytes == packed.shape[1] and not packed[:, row_bytes:].any(), "padded with zeros"
     plain = head_dim - rope_dim
     assert torch.equal(packed[:, plain : plain + 2 * rope_dim].contiguous().view(torch.bfloat16), x[:, plain:])
     expected = torch.cat((quant.simulate_fp8(x[:, :plain], 64), x[:, plain:].double()), 1)
     assert torch.equal(row.unpack(packed), expected)
     assert torch.equal(row.unpack(row.pack(row.unpack(packed).bfloat16())), expected)  # rounding twice is rounding once
     memory = torch.full((6, row_bytes + 64), 0xFF, dtype=torch.uint8)
-    memory[:, :row_bytes] = packed
+    memory[:, :row_bytes] = packed[:, :row_bytes]
     assert torch.equal(row.unpack(memory[:, :row_bytes]), expected)
     for kind in ("bf16", "fp32"):
         wide = KVRow(kind, head_dim, rope_dim, rounded=True)

@@ -177,19 +177,6 @@ def test_top_logprobs_break_ties_by_id() -> None:
 
 
 @on_triton
-def test_the_draw_follows_the_distribution() -> None:
-    """600 positions of one sequence: shares within four standard deviations of the probabilities."""
-    rows = 600
-    logits = torch.log(torch.tensor([0.5, 0.25, 0.125, 0.125], device=DEVICE)).repeat(rows, 1)
-    given = parameters(rows, 4, temperature=[1.0])
-    given.stream.fill_(12345)
-    given.position.copy_(torch.arange(rows))
-    shares = torch.bincount(sample(logits, given, edits=False).ids, minlength=4).double().cpu() / rows
-    expected = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
-    assert bool(((shares - expected).abs() < 4 * (expected * (1 - expected) / rows).sqrt()).all()), shares
-
-
-@on_triton
 def test_counts_are_kept_on_the_device() -> None:
     given = parameters(3, 50)
     ids = torch.tensor([4, 9, 4], device=DEVICE)

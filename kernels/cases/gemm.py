@@ -31,11 +31,12 @@ FLOAT32_SUMS = 1e-5
 
 def cases(widths: Widths) -> list[Case]:
     """A decode step of 1 and of 64 tokens, a batch between decode and prefill, and for V4-Flash a chunk of 4096 tokens."""
+    steps = (1, 64) if widths is V4_FLASH else (8,)
     found = [_quantise(tokens, widths.hidden) for tokens in (1, 4096)]
     for name, outputs, width in _fp8_matrices(widths):
-        found += [_fp8(name, tokens, outputs, width) for tokens in (1, 64)]
+        found += [_fp8(name, tokens, outputs, width) for tokens in steps]
     for name, outputs, width in _plain_matrices(widths):
-        found += [_plain(name, tokens, outputs, width) for tokens in (1, 64)]
+        found += [_plain(name, tokens, outputs, width) for tokens in steps]
     group_width = widths.heads * widths.head_dim // widths.o_groups
     for tokens in (1, 64, 200):
         found.append(_grouped("wo_a", tokens, widths.o_groups, widths.o_lora, group_width, True))

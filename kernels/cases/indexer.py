@@ -66,7 +66,9 @@ def ragged(sequences: int, tokens: int, columns: int, device: torch.device) -> R
     """Uninitialised."""
     long = partial(torch.empty, dtype=torch.int64, device=device)
     total = sequences * tokens
-    return Ragged(long(total), long(total), long(sequences), long(sequences + 1), long(sequences), long(sequences, columns), tokens)
+    return Ragged(
+        long(total), long(total), long(sequences), long(sequences + 1), long(sequences), long(sequences, columns), tokens
+    )
 
 
 def fill_batch(batch: Ragged, tokens: int, visible: list[int], pages: int) -> None:
