@@ -195,7 +195,7 @@ def score_entries(
     members, uniform = _grouping(batch, row.kind, count)
     if chosen is None:
         if backend.active().hopper and indexer_hopper.fits(row.kind, pages.shape[1], heads, dim):
-            chosen = indexer_hopper.tiling(members)
+            chosen = indexer_hopper.tiling(members, capacity)
         else:
             chosen = tiling(row.kind, triton.next_power_of_2(members), backend.active().shared_bytes)
     programs = chosen.programs * backend.active().multiprocessors

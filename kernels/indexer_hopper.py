@@ -28,27 +28,26 @@ from kernels.launch import launch
 PAGE_ROWS = 64
 HEADS = 64
 DIM = 128
+STAGES = 2  # pages that a program has in flight; more cost more instructions than they hide time
+SHORT = 8192  # entries; where there is no room for more, starting a product early pays
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """stages: pages in shared memory. programs: a multiprocessor. registers: at most, a thread. keep_weights: the heads'
-    weights stay in registers. ahead: a product starts before the one before it is reduced.
-    wide: tokens in one product, 1 or 2."""
+    """programs: a multiprocessor. registers: at most, a thread. keep_weights: the heads' weights stay in registers. ahead: a
+    product starts before the one before it is reduced."""
 
-    stages: int
     programs: int
     registers: int
-    keep_weights: bool = False
-    ahead: bool = True
-    wide: int = 1
+    keep_weights: bool
+    ahead: bool
 
 
-def tiling(members: int) -> Tiling:
-    """For so many tokens that share the keys; found on an H200."""
+def tiling(members: int, capacity: int) -> Tiling:
+    """For so many tokens that share the keys, and rows with so much room; found on an H200."""
     if members == 1:
-        return Tiling(2, 5, 96, keep_weights=True, ahead=False)
-    return Tiling(2, 3, 168, keep_weights=True) if members == 2 else Tiling(2, 2, 255, keep_weights=True)
+        return Tiling(4, 128, True, True) if capacity <= SHORT else Tiling(5, 96, True, False)
+    return Tiling(4, 128, False, False) if members == 2 else Tiling(2, 255, True, True)
 
 
 def fits(kind: str, page_rows: int, heads: int, dim: int) -> bool:
@@ -62,8 +61,7 @@ def start(chosen: Tiling, programs: int, arguments: tuple[Any, ...], shared: dic
         (programs,),
         *arguments,
         MEMBERS_PADDED=next_power_of_2(shared["MEMBERS"]),
-        STAGES=chosen.stages,
-        WIDE=chosen.wide,
+        STAGES=STAGES,
         KEEP_WEIGHTS=chosen.keep_weights,
         AHEAD=chosen.ahead,
         num_warps=4,
@@ -129,7 +127,7 @@ def _share(pages, ends, numbers, programs):
 
 @gluon_jit
 def _multiply(key_buffer, query_buffer, spare, MMA: gl.constexpr):
-    """Starts keys x queries, into the registers of `spare`."""
+    """Starts keys x queries of one token, into the registers of `spare`."""
     return warpgroup_mma(key_buffer.reshape([64, 128]), query_buffer.permute([1, 0]), spare, use_acc=False, is_async=True)
 
 
@@ -143,22 +141,10 @@ def _relu(value):
 
 
 @gluon_jit
-def _reduce(dots, weight, MMA: gl.constexpr, WIDE: gl.constexpr):
-    """dots [64 keys, WIDE tokens x 64 heads] -> scores [64] of each token, before the keys' scales."""
-    weighted = _relu(dots) * weight[None, :]
-    if WIDE == 1:
-        sums = (gl.sum(weighted, 1),)
-    else:
-        left, right = gl.sum(gl.reshape(weighted, [64, 2, 64]), 2).split()
-        by_key: gl.constexpr = gl.SliceLayout(1, MMA)
-        sums = (gl.convert_layout(left, by_key), gl.convert_layout(right, by_key))
-    return sums
-
-
-@gluon_jit
-def _store_page(score, score_page, maximum_page, left, MMA: gl.constexpr):
-    """Stores one token's scores of 64 keys and the maxima of 8 neighbours: of the first `left` keys. Addresses are a number of
-    the page plus a small one of the thread, which costs fewest registers."""
+def _store_page(dots, weight, scale, score_page, maximum_page, left, MMA: gl.constexpr):
+    """Reduces dots [64 keys, 64 heads] of one token to scores and to the maxima of 8 neighbours, and stores them: of the first
+    `left` keys. Addresses are a number of the page plus a small one of the thread, which costs fewest registers."""
+    score = gl.sum(_relu(dots) * weight[None, :], 1) * scale
     row = gl.arange(0, 64, gl.SliceLayout(1, MMA))
     seen = row < left
     gl.store(score_page + row, score, mask=seen)
@@ -195,15 +181,13 @@ def _score_kernel(
     GROUPS_PADDED: gl.constexpr,
     TOPK: gl.constexpr,
     STAGES: gl.constexpr,
-    WIDE: gl.constexpr,
     KEEP_WEIGHTS: gl.constexpr,
     AHEAD: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """As indexer._score_kernel, a page being a tile. A turn of the loop takes STAGES pages, each with buffers and barriers of
     its own: so addresses are constants, and the compiler sees that a copy and a product do not meet."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE * 64, 32])
-    PRODUCTS: gl.constexpr = MEMBERS // WIDE
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 32])
     BY_HEAD: gl.constexpr = gl.SliceLayout(0, MMA)
     # Every warp plans for itself: no shared memory, no barrier.
     EACH: gl.constexpr = GROUPS_PADDED // 32 if GROUPS_PADDED > 32 else 1
@@ -217,9 +201,9 @@ def _score_kernel(
         ready = ready + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
         mbarrier.init(ready[stage], count=1)
     query_buffers = gl.allocate_shared_memory(
-        keys.dtype, [PRODUCTS, WIDE * 64, 128], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+        keys.dtype, [MEMBERS, 64, 128], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     )
-    weight_buffers = gl.allocate_shared_memory(gl.float32, [PRODUCTS, WIDE * 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    weight_buffers = gl.allocate_shared_memory(gl.float32, [MEMBERS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
 
     last_position = gl.convert_layout(
@@ -280,27 +264,25 @@ def _score_kernel(
                     tma.async_copy_global_to_shared(keys, [page.to(gl.int32), 0, 0], ready[stage], key_buffers[stage])
                     scales = scales + (gl.load(key_scales + page * scale_stride + page_row),)
 
+                head, channel = gl.arange(0, 64, gl.SliceLayout(1, ROWS)), gl.arange(0, 128, gl.SliceLayout(0, ROWS))
+                by_head = gl.arange(0, 64, BY_HEAD)
                 weights = ()
-                for product in gl.static_range(PRODUCTS):
-                    asked = gl.arange(0, WIDE * 64, gl.SliceLayout(1, ROWS))
-                    token = (first + gl.minimum(group * MEMBERS + product * WIDE + asked // 64, count - 1)).to(gl.int64)
-                    address = token * query_stride + asked % 64 * 128
-                    channel = gl.arange(0, 128, gl.SliceLayout(0, ROWS))
-                    query_buffers.index(product).store(gl.load(queries + address[:, None] + channel[None, :]))
-                    column = gl.arange(0, WIDE * 64, BY_HEAD)
-                    token = (first + gl.minimum(group * MEMBERS + product * WIDE + column // 64, count - 1)).to(gl.int64)
-                    weight = gl.load(head_weights + token * weight_stride + column % 64).to(gl.float32)
-                    weight *= gl.load(query_scales + token * 64 + column % 64) * 33554432.0
+                for member in gl.static_range(MEMBERS):
+                    token = (first + gl.minimum(group * MEMBERS + member, count - 1)).to(gl.int64)
+                    query = gl.load(queries + token * query_stride + head[:, None] * 128 + channel[None, :])
+                    weight = gl.load(head_weights + token * weight_stride + by_head).to(gl.float32)
+                    weight *= gl.load(query_scales + token * 64 + by_head) * 33554432.0
+                    query_buffers.index(member).store(query)
                     if KEEP_WEIGHTS:
                         weights = weights + (weight,)
                     else:
-                        weight_buffers.index(product).store(weight)
+                        weight_buffers.index(member).store(weight)
                 fence_async_shared()
                 gl.thread_barrier()
 
                 for turn in range(begin, end, STAGES):
                     more = turn + STAGES < end
-                    spare = gl.zeros([64, WIDE * 64], gl.float32, MMA)
+                    spare = gl.zeros([64, 64], gl.float32, MMA)
                     if AHEAD:
                         mbarrier.wait(ready[0], parity)
                         running = _multiply(key_buffers[0], query_buffers.index(0), spare, MMA)
@@ -308,23 +290,23 @@ def _score_kernel(
                     for stage in gl.static_range(STAGES):
                         number = turn + stage
                         page = gl.load(table + gl.minimum(number + STAGES, end - 1))
-                        for product in gl.static_range(PRODUCTS):
+                        for member in gl.static_range(MEMBERS):
                             if not AHEAD:
-                                if product == 0:
+                                if member == 0:
                                     mbarrier.wait(ready[stage], parity)
-                                running = _multiply(key_buffers[stage], query_buffers.index(product), spare, MMA)
+                                running = _multiply(key_buffers[stage], query_buffers.index(member), spare, MMA)
                                 dots = warpgroup_mma_wait(0, deps=[running])
-                            elif stage + 1 == STAGES and product + 1 == PRODUCTS:
+                            elif stage + 1 == STAGES and member + 1 == MEMBERS:
                                 dots = warpgroup_mma_wait(0, deps=[running])
                             else:
-                                if product + 1 < PRODUCTS:
-                                    after = _multiply(key_buffers[stage], query_buffers.index(product + 1), spare, MMA)
+                                if member + 1 < MEMBERS:
+                                    after = _multiply(key_buffers[stage], query_buffers.index(member + 1), spare, MMA)
                                 else:
                                     mbarrier.wait(ready[stage + 1], parity)
                                     after = _multiply(key_buffers[stage + 1], query_buffers.index(0), spare, MMA)
                                 dots = warpgroup_mma_wait(1, deps=[running])
                                 running = after
-                            if product + 1 == PRODUCTS:  # this page's last product: refill its buffer
+                            if member + 1 == MEMBERS:  # this page's last product: refill its buffer
                                 mbarrier.expect(ready[stage], 64 * 128, pred=more)
                                 gl.thread_barrier()  # every warp has done with it
                                 tma.async_copy_global_to_shared(
@@ -332,18 +314,18 @@ def _score_kernel(
                                 )
                                 later_scales = later_scales + (gl.load(key_scales + page * scale_stride + page_row),)
                             if KEEP_WEIGHTS:
-                                weight = weights[product]
+                                weight = weights[member]
                             else:
-                                weight = weight_buffers.index(product).load(BY_HEAD)
-                            sums = _reduce(dots, weight, MMA, WIDE)
-                            for member in gl.static_range(WIDE):
-                                _store_page(
-                                    sums[member] * scales[stage],
-                                    score_rows[product * WIDE + member] + number * 64,
-                                    maximum_rows[product * WIDE + member] + number * 8,
-                                    visible[product * WIDE + member] - number * 64,
-                                    MMA,
-                                )
+                                weight = weight_buffers.index(member).load(BY_HEAD)
+                            _store_page(
+                                dots,
+                                weight,
+                                scales[stage],
+                                score_rows[member] + number * 64,
+                                maximum_rows[member] + number * 8,
+                                visible[member] - number * 64,
+                                MMA,
+                            )
                     scales = later_scales
                     parity ^= 1
                 gl.thread_barrier()  # every warp has done with the queries

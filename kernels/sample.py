@@ -272,7 +272,7 @@ def sample(logits: Tensor, parameters: Parameters, draws: bool = True, edits: bo
     start. tops: how many log probabilities beside the chosen token's, at most 20; -1 for none at all.
 
     Greedy tokens are the reference's. A drawn token differs from the reference's only where rounding moves a border past
-    the noise: a weight is off by at most 4e-6 of itself (float32 exponent) plus 2^-44 of the likeliest token's.
+    the noise: a weight is off by at most 1e-5 of itself (its exponent is a float32) plus 2^-44 of the likeliest token's.
     """
     if not backend.active().triton:
         return sample_reference(logits, parameters, draws, edits, tops)
