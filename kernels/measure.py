@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels import backend
 from kernels.cases.case import Case, Widths
+from kernels.quant import Quantised
 from kernels.timing import capture, copies_for, graph_us
 from kernels.workspace import Workspace
 
@@ -143,17 +144,22 @@ def _errors(case: Case, workspace: Workspace) -> tuple[float, float]:
 
 def tensors_in(inputs: Any) -> Iterator[Tensor]:
     """Every tensor of nested tuples, lists, dicts and objects with fields, in order."""
-    if isinstance(inputs, Tensor):
-        yield inputs
-    elif isinstance(inputs, dict):
-        yield from tensors_in(list(inputs.values()))
-    elif isinstance(inputs, (list, tuple)):
-        for each in inputs:
-            yield from tensors_in(each)
-    elif is_dataclass(inputs):
-        yield from tensors_in([getattr(inputs, field.name) for field in fields(inputs)])
-    elif hasattr(inputs, "__dict__"):
-        yield from tensors_in(vars(inputs))
+    for each in _leaves(inputs):
+        yield from (each.codes, each.scales) if isinstance(each, Quantised) else (each,)
+
+
+def _leaves(nested: Any) -> Iterator[Tensor | Quantised]:
+    if isinstance(nested, (Tensor, Quantised)):
+        yield nested
+    elif isinstance(nested, (list, tuple)):
+        for each in nested:
+            yield from _leaves(each)
+    elif isinstance(nested, dict):
+        yield from _leaves(list(nested.values()))
+    elif is_dataclass(nested):
+        yield from _leaves([getattr(nested, field.name) for field in fields(nested)])
+    elif hasattr(nested, "__dict__"):
+        yield from _leaves(vars(nested))
 
 
 def _time(case: Case, workspace: Workspace) -> float:
@@ -173,12 +179,14 @@ def _time(case: Case, workspace: Workspace) -> float:
 
 def relative_rms(got: Any, expected: Any) -> float:
     """The largest over all results; infinite for NaN and for integers that differ."""
-    pairs = zip(_tensors(got), _tensors(expected), strict=True)
+    pairs = zip(results_in(got), results_in(expected), strict=True)
     return max((_relative_rms(ours, theirs) for ours, theirs in pairs), default=0.0)
 
 
-def _tensors(results: Any) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else [each for each in results if each is not None]
+def results_in(made: Any) -> list[Tensor]:
+    """The tensors to compare, in order. FP8 activations as values: where one rounding decides it, the scale of a block may
+    differ and the values nearly agree."""
+    return [each.values() if isinstance(each, Quantised) else each for each in _leaves(made)]
 
 
 def _relative_rms(got: Tensor, expected: Tensor) -> float:

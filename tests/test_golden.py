@@ -12,7 +12,6 @@ from model.runner import Runner
 from model.transformer import Transformer
 from tests import golden
 
-
 KERNEL_ROOM = {"tiny-bf16": 1e-4, "tiny-fp8fp4": 0.1}
 
 

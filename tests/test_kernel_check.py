@@ -88,11 +88,11 @@ def test_a_flip_keeps_the_last_results_and_no_older_ones() -> None:
             flip()
             places.append(empty((1100,), torch.uint8, "cpu").fill_(turn))
             if turn:
-                assert places[-2].unique().tolist() == [turn - 1], "the last turn's result is still there"
+                assert {*places[-2].tolist()} == {turn - 1}, "the last turn's result is still there"
             with pytest.raises(MemoryError):
                 empty((1100,), torch.uint8, "cpu")
         assert [place.data_ptr() for place in places[:2] * 2] == [place.data_ptr() for place in places[:4]]
-        assert below.unique().tolist() == [7]
+        assert {*below.tolist()} == {7}
     with workspace.active():
         empty((4000,), torch.uint8, "cpu")
 
