@@ -33,8 +33,9 @@ class FakeReceiver:
     def ready(self, ready: Ready) -> bool:
         return (ready.rid, ready.attempt) in self.open_keys
 
-    def close(self, key: Key) -> None:
+    def close(self, key: Key) -> bool:
         self.open_keys.pop(key, None)
+        return True
 
 
 class FakeArena:

@@ -37,8 +37,9 @@ class FakeSender:
         assert len(pages) * PAGE_TOKENS >= length
         self.pushed[key] = (length, final)
 
-    def close(self, key: Key) -> None:
+    def close(self, key: Key) -> bool:
         self.open_keys.discard(key)
+        return True
 
     def granted(self, grant: Grant) -> bool:
         return (grant.rid, grant.attempt) in self.open_keys

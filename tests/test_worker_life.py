@@ -70,7 +70,11 @@ class Model:
 
 
 class Bulk:
-    bad_frames, late_frames = 2, 5
+    def counters(self) -> dict[str, int]:
+        return {"bad_frames": 2, "late_frames": 5}
+
+    def gauges(self) -> dict[str, float]:
+        return {"kv_links_shm": 1.0}
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK)
