@@ -157,7 +157,7 @@ def test_the_digest_is_of_what_landed_in_the_arena(opener: Opener, monkeypatch: 
     scatter = memory.scatter
 
     def faulty(places: Any, parts: Any, mark: Any) -> Any:
-        landed = scatter(places, parts, mark)
+        landed = list(scatter(places, parts, mark))
         target.pages[5, 17] ^= 1
         return landed
 

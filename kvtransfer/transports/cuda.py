@@ -6,7 +6,7 @@ third path beside "zeromq" and "shm": HELLO carries the handle, and the receiver
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,7 @@ class CudaMemory:
             torch.from_numpy(out).copy_(packed, non_blocking=True)
             self._stream.synchronize()
 
-    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int) -> list[Bytes]:
+    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int) -> Iterator[Bytes]:
         sizes = [place[3] for place in places]
         total = sum(sizes)
         if self._staging.numel() < total:
@@ -68,7 +68,7 @@ class CudaMemory:
             for target, source in zip(self._views(places), torch.split(packed, sizes), strict=True):
                 target.copy_(source)
             self._stream.synchronize()
-        return np.split(pinned, np.cumsum(sizes[:-1]))
+        yield from np.split(pinned, np.cumsum(sizes[:-1]))
 
     def _views(self, places: Sequence[Place]) -> list[torch.Tensor]:
         return [self._rows[kind][number, offset : offset + nbytes] for kind, number, offset, nbytes in places]

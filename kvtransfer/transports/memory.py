@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,8 +34,9 @@ class Memory(Protocol):
         """Packs the bytes of `places`, one after the other, into `out`; done when it returns."""
         ...
 
-    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int) -> list[Bytes]:
-        """Puts `parts` to `places`; done when it returns. Gives per place the bytes that a digest is to be made of.
+    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int) -> Iterator[Bytes]:
+        """Puts `parts` to `places`; done when it is exhausted. Gives per place the bytes that a digest is to be made of,
+        one by one, so that they are still in the cache.
 
         In CPU memory these are the arena's own bytes, so that the digest covers what really landed. From a device they
         would have to come back over PCIe: there they are the received bytes, and the copy is trusted.
@@ -65,13 +66,11 @@ class CpuMemory:
             out[at : at + place[3]] = self.direct(place, mark)
             at += place[3]
 
-    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int) -> list[Bytes]:
-        landed = []
+    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int) -> Iterator[Bytes]:
         for place, part in zip(places, parts, strict=True):
             target = self.direct(place, mark)
             target[:] = part
-            landed.append(target)
-        return landed
+            yield target
 
 
 def shared_rows(memory: SharedMemory, rows: Rows) -> dict[str, Bytes]:
