@@ -22,6 +22,7 @@ from kvtransfer.layout import identity_fingerprint
 from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Receiver
 from kvtransfer.transports import BulkOptions, open_transport
+from kvtransfer.transports.seal import new_secret as make_secret
 from model.runner import Runner
 from wire.messages import Abort, Offer, Ready, Refused
 from wire.worker import Presence
@@ -38,7 +39,8 @@ class Worker:
         self.name, self.inbox, self.metrics = self._presence.name, self._presence.inbox, self._presence.metrics
         options = BulkOptions(config.transport, config.lanes, config.kv_floor)
         self._transport = open_transport(runner.arena, config.host, config.advertise, options)
-        self._receiver = Receiver(runner.arena, self._transport, ARRIVAL_TIMEOUT_S)
+        new_secret = make_secret if config.cluster_key else bytes
+        self._receiver = Receiver(runner.arena, self._transport, ARRIVAL_TIMEOUT_S, new_secret)
         identity, model = runner.identity(), runner.config
         pool = PagePool(config.num_pages, config.num_slots)
         limits = Limits(

@@ -36,7 +36,7 @@ class Worker:
         self.name, self.inbox, self.metrics = self._presence.name, self._presence.inbox, self._presence.metrics
         options = BulkOptions(config.transport, config.lanes, config.kv_floor)
         self._transport = open_transport(runner.arena, config.host, config.advertise, options)
-        self._sender = Sender(runner.arena, self._transport)
+        self._sender = Sender(runner.arena, self._transport, sealed=bool(config.cluster_key))
         identity, model = runner.identity(), runner.config
         pool = PagePool(config.num_pages, config.num_slots)
         limits = Limits(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
 from kvtransfer.pages import PagePool, SeqKV
 from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent

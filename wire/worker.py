@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 import zmq
 
+from wire.curve import require_key
 from wire.heartbeat import Heartbeat
 from wire.messages import Refused, Status, pack_keys
 from wire.metrics import Metrics
@@ -56,12 +57,17 @@ class WorkerConfig:
     lanes: int = option(2, help="connections to each peer that KV travels over, where it travels over ZeroMQ")
     kv_floor: float = option(0.0, help="GB/s that a peer must take in its test to be used; 0: any speed will do")
     threads: int = option(1, help="CPU threads of the model")
+    cluster_key: str = option(
+        "", help="file of the cluster's key (scripts/make_keys.py): only members are talked to, encrypted"
+    )
+    insecure: bool = option(False, help="listen beyond this host without a key: whoever can connect is served")
 
     def __post_init__(self) -> None:
         if not self.router.startswith("tcp://"):
             raise ValueError(f"--router is {self.router!r}; it must be the router's inbox, tcp://HOST:PORT")
         if self.host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"--host {self.host} also needs --advertise: the name the router and other workers reach it by")
+        require_key("--host", self.host, self.cluster_key, self.insecure)
         self.require(num_pages=2, num_slots=2, page_tokens=1, threads=1, lanes=1, kv_floor=0)
         if self.lanes > 8:
             raise ValueError(f"--lanes is {self.lanes}; more than 8 connections to a peer only cost")
@@ -201,6 +207,7 @@ class Presence:
             self.metrics.total(name, amount)
         for name, gauge in self._bulk.gauges().items():
             self.metrics.set(name, gauge)
+        self.metrics.total("refused_peers", self.inbox.refused_peers)
         self.metrics.total("dropped_messages", self.outbox.dropped)
         load = {**self._facts, **counts, "tokens_per_s": self._rate.per_s(now_s)}
         self._turn += 1
@@ -227,8 +234,8 @@ def serve(role: str, config: WorkerConfig, build: Callable[[zmq.Context[Any]], W
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    context = open_context()
     try:
+        context = open_context(config.cluster_key)
         worker = build(context)
     except (OSError, ValueError, RuntimeError, KeyError, zmq.ZMQError) as error:
         print(f"{role} cannot start with --model {config.model}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
