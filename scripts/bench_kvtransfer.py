@@ -26,14 +26,15 @@ import zmq
 from kvtransfer.arena import Arena
 from kvtransfer.layout import KVLayout
 from kvtransfer.sender import Sender, SendLost, Sent
-from kvtransfer.transports import BulkOptions, Key, open_transport
+from kvtransfer.transports import BulkOptions, Key, Transport, open_transport
 from kvtransfer.transports.bulk import congestion_control
+from kvtransfer.transports.faults import Faults, FaultyTransport
 from model.cache import kv_layout
 from model.config import ModelConfig
 from scripts.kv_ends import NUM_SLOTS, busy_python, cpu_seconds, serve
 from scripts.kv_floors import memcpy_seconds, send
 from tests.test_model_config import RELEASED
-from wire.messages import Failed, Grant, Offer, SamplingParams, Tokens
+from wire.messages import Abort, Failed, Grant, Offer, SamplingParams, Tokens
 from wire.options import option, parse
 from wire.sockets import Inbox, Outbox, open_context
 
@@ -53,6 +54,9 @@ class BenchConfig:
     most_gb: float = option(4.0, help="larger cases are left out")
     sealed: bool = option(False, help="seal bulk with AES-GCM")
     busy: int = option(0, help="threads of CPU-heavy Python in the processes of both engines")
+    inject: str = option(
+        "", help='faults at the prefill side, as "drop=0.01,delay=0.1,seconds=0.2": drop, delay, corrupt, stall, cut'
+    )
     repeats: int = option(5, help="measurements of a case; the median counts")
     json: str = option("", help="also write the numbers to this file")
 
@@ -93,12 +97,14 @@ class Source:
         self._control = socket.create_connection(target)
         self._lines = self._control.makefile("r")
         order = {"pages": num_pages, "options": astuple(options), "sealed": config.sealed, "busy": config.busy}
+        order["timeout_s"] = 1.0 if config.inject else 30.0
         there = self._ask(order)
-        self.transport = open_transport(self.arena, config.host, config.advertise, options)
+        real = open_transport(self.arena, config.host, config.advertise, options)
+        self.transport: Transport = FaultyTransport(real, Faults.parse(config.inject)) if config.inject else real
         self._context = open_context()
         self._inbox, self._outbox = Inbox(self._context, config.host, 0, config.advertise), Outbox(self._context)
         self._sender, self._there = Sender(self.arena, self.transport, config.sealed), there["inbox"]
-        self._rid = 0
+        self._rid, self.broken, self._injecting = 0, 0, bool(config.inject)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self.transport.fileno(), zmq.POLLIN)
@@ -108,7 +114,8 @@ class Source:
         begin_s, latencies, num_bytes = time.perf_counter(), [], 0
         keys = {self._open(length) for _ in range(requests)}
         while keys:
-            assert self._poller.poll(30_000), f"nothing happens: {self.transport.links()}"
+            ready = self._poller.poll(10 if self._injecting else 30_000)  # what a fault holds back leaves when it is polled
+            assert ready or self._injecting, f"nothing happens: {self.transport.links()}"
             for message in self._inbox.drain():
                 match message:
                     case Grant():
@@ -117,14 +124,22 @@ class Source:
                         latencies.append(time.perf_counter() - begin_s)
                         keys -= {(rid, attempt) for rid, attempt in message.rows}
                     case Failed():
-                        raise RuntimeError(message.reason)
+                        keys = self._try_again(keys, (message.rid, message.attempt), message.reason, length)
             for end in self._sender.poll():
                 if isinstance(end, SendLost):
-                    raise RuntimeError(end.reason)
+                    self._outbox.send(self._there, Abort(*end.key))
+                    keys = self._try_again(keys, end.key, end.reason, length)
                 if isinstance(end, Sent):
                     num_bytes = end.ready.num_bytes
                     self._outbox.send(self._there, end.ready)
         return time.perf_counter() - begin_s, latencies, num_bytes
+
+    def _try_again(self, keys: set[Key], key: Key, reason: str, length: int) -> set[Key]:
+        """A hand-off is broken: without injected faults that ends the benchmark, with them it is made once more."""
+        if not self._injecting:
+            raise RuntimeError(reason)
+        self.broken += 1
+        return (keys - {key}) | {self._open(length)}
 
     def _open(self, length: int) -> Key:
         self._rid += 1
@@ -263,6 +278,11 @@ def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int
                     rows.append(measure(source, path, lanes, context, requests, config.repeats))
                     if show:
                         print(line(rows[-1]), flush=True)
+    if config.inject:
+        injected = {
+            name: count for name, count in source.transport.counters().items() if name.startswith("injected_") and count
+        }
+        print(f"{injected}; {source.broken} hand-offs were broken and made again", flush=True)
     source.close()
     return rows
 

@@ -29,7 +29,7 @@ from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.transports import BulkOptions, Freed, Key, open_transport
 from kvtransfer.transports.seal import new_secret
 from scripts.kv_floors import receive
-from wire.messages import Failed, Grant, Offer, Ready, Tokens
+from wire.messages import Abort, Failed, Grant, Offer, Ready, Tokens
 from wire.sockets import Inbox, Outbox, open_context
 
 NUM_SLOTS = 10
@@ -85,7 +85,7 @@ class Target:
         self._pool = PagePool(order["pages"] + 1, NUM_SLOTS)
         transport = open_transport(arena, self._host, self._advertise, BulkOptions(*order["options"]))
         new = new_secret if order["sealed"] else bytes
-        self._receiver = Receiver(arena, transport, 30.0, new)
+        self._receiver = Receiver(arena, transport, order["timeout_s"], new)
         reply = {"inbox": self._inbox.address, "bulk": transport.address()}
         poller = zmq.Poller()
         for source in (self._inbox.socket, connection.fileno(), transport.fileno()):
@@ -93,7 +93,7 @@ class Target:
         with connection, busy_python(order["busy"]):
             connection.sendall(json.dumps(reply).encode() + b"\n")
             while True:
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(50))
                 if connection.fileno() in ready:
                     line = lines.readline()
                     if not line:
@@ -120,6 +120,8 @@ class Target:
                 self._waiting.append(message)
             elif isinstance(message, Ready):
                 self._receiver.ready(message)
+            elif isinstance(message, Abort):
+                self._receiver.close((message.rid, message.attempt))
         for end in self._receiver.poll(time.monotonic()):
             kv, home = self._held.pop(end.key)
             self._pool.drop(kv)

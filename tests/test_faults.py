@@ -68,7 +68,12 @@ class Ends:
     def run(self, key: Key, timeout_s: float = 10.0) -> str:
         """How a hand-off ends."""
         self.start(key)
-        assert wait(lambda: (self.step(), key in self.ended)[1], timeout_s), "it never ends"
+
+        def over() -> bool:
+            self.step()
+            return key in self.ended
+
+        assert wait(over, timeout_s), "it never ends"
         return self.ended[key]
 
     def nothing_held(self) -> bool:

@@ -24,17 +24,17 @@ class Faults:
     stall: float = 0.0  # nothing leaves for `seconds`, these bytes and all behind them
     cut: float = 0.0  # the connection breaks for good: Lost
     seconds: float = 0.1
-    seed: int = 0
+    seed: float = 0
 
     @classmethod
     def parse(cls, text: str) -> Faults:
         """Of "drop=0.1,seconds=2". Raises ValueError for a name or number that is none."""
-        known = {field.name: int if field.name == "seed" else float for field in fields(cls)}
-        pairs = [part.partition("=") for part in text.split(",") if part]
-        for name, _, _ in pairs:
+        known, faults = [field.name for field in fields(cls)], cls()
+        for name, _, value in (part.partition("=") for part in text.split(",") if part):
             if name not in known:
                 raise ValueError(f"{name!r} is no fault; there are {', '.join(known)}")
-        return cls(**{name: known[name](value) for name, _, value in pairs})
+            faults = replace(faults, **{name: float(value)})
+        return faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,8 @@ class FaultyTransport:
         self._inner.close()
 
     def _hit(self, name: str) -> bool:
-        hit = self._random.random() < getattr(self._faults, name)
+        probability: float = getattr(self._faults, name)
+        hit = self._random.random() < probability
         self.injected[name] += hit
         return hit
 
