@@ -868,3 +868,44 @@ def test_an_engine_ends_with_its_owner() -> None:
     assert process is not None
     transport._channel.close()  # as the kernel does for a process that was killed
     assert process.wait(5) == 0
+
+
+def test_the_largest_write_and_many_of_them_fit_the_channel(zeromq_opener: Opener) -> None:
+    source, target = big_arena(), big_arena()
+    source.slots.random_(0, 256)
+    sender, receiver = zeromq_opener(source), zeromq_opener(target)
+    rows = [Span("slot", 1, 1, row * 64, 64) for row in range(MAX_SPANS)]
+    receiver.expect(KEY, 1, [1, 2])
+    sender.write(receiver.address(), KEY, rows)
+    sender.write(receiver.address(), KEY, [Span("page", 1, 2, at, 100) for at in range(0, 100 * MAX_SPANS, 100)])
+    collect(receiver, lambda events: len(landed_places(events)) == 2 * MAX_SPANS)
+    assert torch.equal(source.slots[1, : 64 * MAX_SPANS], target.slots[1, : 64 * MAX_SPANS])
+    assert [event.num_spans for event in of_type(collect(sender, lambda e: len(e) == 2), Wrote)] == [MAX_SPANS] * 2
+
+
+@pytest.mark.parametrize("seconds", [0.3, 2.0])
+def test_a_link_that_stalls_longer_than_it_may_loses_what_waited_and_serves_again(
+    zeromq_opener: Opener, seconds: float
+) -> None:
+    """The same at 60 s by default settings: what counts is that the stall is longer than `stall_s`."""
+    source, target = small_arena(seed=1), small_arena(seed=2)
+    sender, receiver = zeromq_opener(source, stall_s=seconds / 3), zeromq_opener(target)
+    proxy = Proxy(receiver.address())
+    receiver.expect(KEY, 3, [5, 6])
+    sender.write(proxy.address, KEY, [page_span(1, 5)])
+    collect(receiver, len)
+    collect(sender, len)
+    proxy.open.clear()
+    sender.write(proxy.address, KEY, [page_span(2, 6)])
+    time.sleep(seconds)
+    assert [type(event) for event in collect(sender, len)] == [Lost]
+    receiver.revoke(KEY)
+    drained(receiver, KEY)
+    proxy.open.set()
+    healed_s = time.monotonic()
+    receiver.expect((7, 1), 3, [6])
+    sender.write(proxy.address, (7, 1), [page_span(2, 6)])
+    collect(receiver, lambda events: landed_places(events, (7, 1)))
+    assert time.monotonic() - healed_s < 5
+    assert torch.equal(target.pages[6], source.pages[2])
+    proxy.close()

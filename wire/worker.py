@@ -54,7 +54,7 @@ class WorkerConfig:
     transport: str = option(
         "auto", choices=("auto", "zeromq", "shm"), help="how KV travels; auto: shared memory on one host if it can be mapped"
     )
-    lanes: int = option(2, help="connections to each peer that KV travels over, where it travels over ZeroMQ")
+    lanes: int = option(1, help="connections to each peer over ZeroMQ; more pay off with two free cores for each")
     kv_floor: float = option(0.0, help="GB/s that a peer must take in its test to be used; 0: any speed will do")
     threads: int = option(1, help="CPU threads of the model")
     cluster_key: str = option(

@@ -151,7 +151,7 @@ class BulkOptions:
     """How bulk travels. `path`: "auto" takes shared memory where the peer's arena can be mapped and passes its test."""
 
     path: str = "auto"  # "auto", "zeromq" or "shm"
-    lanes: int = 2  # connections to a peer
+    lanes: int = 1  # connections to a peer; more pay off with two free cores for each
     floor_gb_per_s: float = 0.0  # a peer whose self-test is slower is not used; 0: any speed will do
     stall_s: float = 10.0  # a peer that takes nothing for so long loses what is queued for it
 

@@ -82,7 +82,7 @@ class BulkTransport:
                 if message[0] == "link":
                     self._linked(message[1], Link(*message[2:]))
                 else:
-                    events.append(unpack_event(message))
+                    events += map(unpack_event, message[1])
         except ChannelClosed:
             if not self._closed:
                 raise RuntimeError("the engine that moves KV bytes has died: this worker cannot go on") from None

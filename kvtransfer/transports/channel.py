@@ -40,7 +40,10 @@ class Channel:
 
     def send(self, *message: Any) -> None:
         """Queues a message; what cannot leave now leaves with a later call of `send` or `flush`."""
-        self._backlog.append(msgpack.packb(message))
+        data = msgpack.packb(message)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"a message of {len(data)} bytes does not fit the channel")
+        self._backlog.append(data)
         self.flush()
 
     def flush(self) -> None:
@@ -50,7 +53,7 @@ class Channel:
                 self._backlog.popleft()
         except BlockingIOError:
             return
-        except OSError:  # the other end is gone: who reads will find out
+        except (BrokenPipeError, ConnectionResetError):  # the other end is gone: who reads will find out
             self._backlog.clear()
 
     def receive(self) -> Iterator[list[Any]]:

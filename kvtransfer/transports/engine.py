@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from kvtransfer.sharing import NAME_BYTES, SharedMemory
-from kvtransfer.transports import BulkOptions, Event, Link
+from kvtransfer.transports import BulkOptions, Event, Landed, Link
 from kvtransfer.transports.channel import Channel, ChannelClosed, pack_event, unpack_spans
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import MAX_HEADER_BYTES, Hello
@@ -29,6 +29,7 @@ from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT, Outbound
 from kvtransfer.transports.seal import TAG_BYTES, Seal
 from wire.sockets import bind_port, open_context
 
+_PLACES = 1024  # in one message, and MAX_SPANS more at most, of 20 bytes each: it has to fit channel.MAX_BYTES
 _log = logging.getLogger("kvtransfer")
 
 
@@ -49,6 +50,8 @@ class Engine:
 
     def __init__(self, channel: Channel, site: Site) -> None:
         self._channel = channel
+        self._events: list[list[Any]] = []
+        self._places = 0  # in them
         self._context = open_context()
         self._context.set(zmq.IO_THREADS, max(1, -(-site.options.lanes // 2)))
         self._poller = zmq.Poller()
@@ -100,7 +103,7 @@ class Engine:
         if self._port in ready:
             self._inbound.receive(self._port, self._obey)
         self._outbound.turn(ready, now_s)
-        self._channel.flush()
+        self._tell()
 
     def _obey(self) -> None:
         for command in self._channel.receive():
@@ -116,7 +119,17 @@ class Engine:
                     self._outbound.cancel((rid, attempt))
 
     def _emit(self, event: Event) -> None:
-        self._channel.send(*pack_event(event))
+        self._events.append(pack_event(event))
+        self._places += len(event.places) if isinstance(event, Landed) else 1
+        if self._places >= _PLACES:
+            self._tell()
+
+    def _tell(self) -> None:
+        """What happened in a turn goes out in one message: each one wakes the owner."""
+        if self._events:
+            self._channel.send("events", self._events)
+            self._events, self._places = [], 0
+        self._channel.flush()
 
     def _report(self, peer: str, link: Link) -> None:
         self._channel.send("link", peer, link.path, link.gb_per_s, link.reason, link.usable)
