@@ -12,7 +12,7 @@ from scripts.bench_kvtransfer import HEADER, BenchConfig, line, run
 
 @pytest.mark.parametrize("path", ["zeromq", "shm"])
 def test_throughput(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    config = BenchConfig(contexts="8192", requests="1,8", lanes="2", paths=path, repeats=1)
+    config = BenchConfig(contexts="8192", requests="1,8", lanes="2", paths=path, repeats=2)
     rows = run(config, show=False)
     assert [(row.path, row.context, row.requests) for row in rows] == [(path, 8192, 1), (path, 8192, 8)]
     for row in rows:

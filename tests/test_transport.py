@@ -410,6 +410,50 @@ def test_a_changed_header_is_consistent_or_bad(data: st.DataObject) -> None:
     assert unpack_chunk(pack_chunk(chunk)) == chunk
 
 
+mutations = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=4)
+messages = st.one_of(
+    st.lists(st.binary(max_size=200), min_size=1, max_size=6),
+    st.tuples(st.sampled_from(list(BAD_FRAMES.values())), mutations).map(lambda drawn: mutated(*drawn)),
+)
+
+
+def mutated(frames: list[bytes], changes: list[tuple[int, int]]) -> list[bytes]:
+    """A few bytes of the first frame are others."""
+    head = bytearray(frames[0])
+    for at, value in changes:
+        if head:
+            head[at % len(head)] = value
+    return [bytes(head), *frames[1:]]
+
+
+def test_fuzz_of_the_bulk_port(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
+    """Whatever comes, the engine lives, memory that was not granted stays as it is, and honest peers are served."""
+    source, target = small_arena(seed=1), small_arena(seed=2)
+    sender, receiver = zeromq_opener(source), zeromq_opener(target)
+    rogue = RawSender(context, receiver.address())
+    receiver.expect(KEY, 3, [5])
+    before_pages, before_slots = target.pages.clone(), target.slots.clone()
+    sent = 0
+
+    @given(frames=messages)
+    @settings(max_examples=300, deadline=None, database=None)
+    def fuzz(frames: list[bytes]) -> None:
+        nonlocal sent
+        rogue.socket.send_multipart(frames)
+        sent += 1
+
+    before = resident_bytes()
+    fuzz()
+    receiver.expect((8, 0), 4, [9])
+    sender.write(receiver.address(), (8, 0), [page_span(1, 9)])
+    collect(receiver, lambda events: landed_places(events, (8, 0)), timeout_s=20)
+    assert resident_bytes() - before < 30 << 20
+    assert bad_frames(receiver) > sent / 2
+    before_pages[5], before_pages[9], before_slots[3] = target.pages[5], source.pages[1], target.slots[3]
+    assert torch.equal(target.pages, before_pages)
+    assert torch.equal(target.slots, before_slots)
+
+
 def test_junk_on_a_sending_connection_is_counted_and_changes_nothing(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
     """A receiver that answers nonsense."""
     sender, peer = zeromq_opener(small_arena()), RawReceiver(context)
