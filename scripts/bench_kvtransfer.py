@@ -37,6 +37,7 @@ from tests.test_model_config import RELEASED
 from wire.messages import Abort, Failed, Grant, Offer, SamplingParams, Tokens
 from wire.options import option, parse
 from wire.sockets import Inbox, Outbox, open_context
+from wire.worker import SWITCH_INTERVAL_S
 
 
 @dataclass(frozen=True)
@@ -306,6 +307,7 @@ def line(row: Row) -> str:
 
 def main() -> None:
     config = parse(BenchConfig, "bench_kvtransfer")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as workers have it
     if config.serve:
         host, port = config.serve.rsplit(":", 1)
         serve(flash_layout(), host, int(port), config.advertise, once=False)

@@ -763,6 +763,7 @@ def test_an_unreachable_peer_is_lost_after_the_stall_time_and_a_later_write_conn
     assert 0.3 < time.monotonic() - begin_s < 2
     assert {(type(event), event.key) for event in events} == {(Lost, KEY), (Lost, (8, 0))}
     assert "took nothing for 0." in of_type(events, Lost)[0].reason
+    assert sender.links() == {}
     peer = RawReceiver(context, address)  # it is back
     sender.write(address, (9, 0), [page_span(2, 1)])
     chunk, payload = peer.next()

@@ -134,7 +134,7 @@ class Transport(Protocol):
         ...
 
     def links(self) -> Mapping[str, Link]:
-        """By peer: those that were written to."""
+        """By peer: those that were written to, as long as there is a connection."""
         ...
 
     def gauges(self) -> Mapping[str, float]:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtransfer.transports import MAX_WRITE_SPANS, BulkOptions, Event, Key, Link, Span
 from kvtransfer.transports.channel import ChannelClosed, channel_pair, pack_spans, unpack_event
@@ -80,7 +80,7 @@ class BulkTransport:
         try:
             for message in self._channel.receive():
                 if message[0] == "link":
-                    self._linked(message[1], Link(*message[2:]))
+                    self._linked(message[1], message[2])
                 else:
                     events += map(unpack_event, message[1])
         except ChannelClosed:
@@ -161,8 +161,11 @@ class BulkTransport:
     def _mark(self) -> int:
         return self._memory.mark() if self._memory is not None else 0
 
-    def _linked(self, peer: str, link: Link) -> None:
-        self._links[peer] = link
+    def _linked(self, peer: str, values: list[Any] | None) -> None:
+        if values is None:
+            self._links.pop(peer, None)
+            return
+        link = self._links[peer] = Link(*values)
         level = logging.INFO if link.usable else logging.ERROR
         because = f" ({link.reason})" if link.reason else ""
         _log.log(level, "KV to %s goes over %s, %.2f GB/s in its test%s", peer, link.path, link.gb_per_s, because)

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import zmq
@@ -73,6 +73,7 @@ class Engine:
         except ChannelClosed:
             return
         finally:
+            self._inbound.close()
             self._outbound.close()
             self._port.close(linger=0)
             self._context.destroy(linger=0)
@@ -131,8 +132,8 @@ class Engine:
             self._events, self._places = [], 0
         self._channel.flush()
 
-    def _report(self, peer: str, link: Link) -> None:
-        self._channel.send("link", peer, link.path, link.gb_per_s, link.reason, link.usable)
+    def _report(self, peer: str, link: Link | None) -> None:
+        self._channel.send("link", peer, None if link is None else astuple(link))
 
 
 def _hello(site: Site) -> Hello:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,7 @@ _BURST = 4  # messages taken before sending gets its turn
 _REMEMBERED = 4096  # closed windows: what is under way when one closes comes soon after
 _MAX_MAPPED = 64  # arenas of peers; workers come and go
 _SCRATCH_BYTES = 4 << 20
+_BESIDE_BYTES = 128 << 10  # less is digested sooner than handed to another thread
 
 
 @dataclass(slots=True)
@@ -67,6 +70,7 @@ class Inbound:
         self._windows: dict[Key, _Window] = {}
         self._revoked = Tombstones(_REMEMBERED)
         self._mapped: OrderedDict[bytes, tuple[Hello, CpuMemory]] = OrderedDict()  # by the memory's name
+        self._beside = ThreadPoolExecutor(1, "digest")  # digests of large spans are made while the next one is copied
         self._scratch = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
 
     def expect(self, key: Key, slot: int, pages: Sequence[int], mark: int, secret: bytes) -> None:
@@ -76,6 +80,9 @@ class Inbound:
         if self._windows.pop(key, None) is not None:
             self._revoked.add(key)
         self._emit(Drained(key))
+
+    def close(self) -> None:
+        self._beside.shutdown()
 
     def receive(self, socket: zmq.Socket[bytes], before_landing: Callable[[], None]) -> None:
         """Takes the messages that are here now, a few at most. A bad one is counted, dropped, and answered so that an
@@ -163,8 +170,11 @@ class Inbound:
             return self._unseal(window, chunk, wanted, header, frames)
         else:
             parts = [np.frombuffer(part, dtype=np.uint8) for part in split_payload(chunk.spans, frames)]
-        landed = self._memory.scatter(wanted, parts, window.mark)
-        return combine(span_digest(chunk.key, *at[:3], data.data) for at, data in zip(wanted, landed, strict=True))
+        digests = []
+        for at, data in zip(wanted, self._memory.scatter(wanted, parts, window.mark), strict=True):
+            digest = partial(span_digest, chunk.key, *at[:3], data.data)
+            digests.append(self._beside.submit(digest).result if len(data) >= _BESIDE_BYTES else digest)
+        return combine(digest() for digest in digests)
 
     def _fetch(self, chunk: Chunk) -> list[Bytes]:
         """The bytes of a chunk in its sender's memory (views)."""

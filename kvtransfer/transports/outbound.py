@@ -72,7 +72,8 @@ class Peer:
 
 
 class Outbound:
-    """Everything here belongs to the engine's thread. `report` tells the owner of a link that was tested."""
+    """Everything here belongs to the engine's thread. `report` tells the owner of a link that was tested, and with None of one
+    that is gone."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Outbound:
         options: BulkOptions,
         counters: Counters,
         emit: Callable[[Event], None],
-        report: Callable[[str, Link], None],
+        report: Callable[[str, Link | None], None],
     ) -> None:
         self._context = context
         self._poller = poller
@@ -148,7 +149,7 @@ class Outbound:
             peer.lanes = [self._connect(peer.address)]
         except zmq.ZMQError as error:
             self._jobs.lose_peer(peer.address, f"cannot connect to {peer.address!r}: {error}")
-            del self._peers[peer.address]
+            self._forget(peer)
             return
         peer.lanes[0].socket.send(pack_hello(self._hello))
 
@@ -172,7 +173,7 @@ class Outbound:
         span = Span("page", 0, 0, 0, row_bytes)
         spans = (span,) * max(1, min(CHUNK_BYTES // row_bytes, 16))
         name = self._hello.memory_name if peer.path == "shm" else b""
-        peer.link, peer.probe_begin_s, peer.tested_s = None, time.perf_counter(), now_s
+        peer.link, peer.probe_begin_s, peer.tested_s, peer.moved_s = None, time.perf_counter(), now_s, now_s
         rounds = max(1, min(PROBE_BYTES // (row_bytes * len(spans)), CREDIT))
         data = self._memory.buffer(row_bytes)
         data[:] = 0
@@ -199,7 +200,7 @@ class Outbound:
             self._greet(peer, now_s)
             peer.moved_s = moved_s  # a peer that does nothing but break connections is not alive
         else:
-            del self._peers[peer.address]
+            self._forget(peer)
 
     def _expire(self, now_s: float) -> None:
         """Gives up on peers that took nothing for too long, and forgets those that nothing was sent to for long."""
@@ -213,7 +214,11 @@ class Outbound:
             elif quiet_s <= IDLE_S:
                 continue
             self._drop_lanes(peer)
-            del self._peers[peer.address]
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        del self._peers[peer.address]
+        self._report(peer.address, None)
 
     def _drop_lanes(self, peer: Peer) -> None:
         for lane in peer.lanes:
