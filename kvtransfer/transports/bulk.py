@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -145,13 +144,10 @@ class BulkTransport:
 
     def _await_port(self) -> int:
         """Blocks, once, until the engine listens. Raises RuntimeError when it does not."""
-        if not select.select([self._channel.fileno()], [], [], START_S)[0]:
-            self.close()
-            raise RuntimeError(f"the engine that moves KV bytes did not start within {START_S:g} s")
         try:
-            message = next(self._channel.receive())
+            message = self._channel.first(START_S) or ["failed", f"their engine did not start within {START_S:g} s"]
         except ChannelClosed:
-            message = ["failed", "it died at its start"]
+            message = ["failed", "their engine died at its start"]
         if message[0] != "bound":
             self.close()
             raise RuntimeError(f"KV bytes cannot be moved: {message[1]}")

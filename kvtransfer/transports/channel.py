@@ -5,6 +5,7 @@ Private to two ends that trust each other; nothing from the network comes throug
 
 from __future__ import annotations
 
+import select
 import socket
 from collections import deque
 from collections.abc import Iterator
@@ -68,6 +69,12 @@ class Channel:
             if not data:
                 raise ChannelClosed
             yield msgpack.unpackb(data, use_list=True)
+
+    def first(self, timeout_s: float) -> list[Any] | None:
+        """Waits, once, at the start, for the first message; None when none comes. Raises ChannelClosed."""
+        if not select.select([self._end], [], [], timeout_s)[0]:
+            return None
+        return next(self.receive())
 
     def close(self) -> None:
         self._end.close()

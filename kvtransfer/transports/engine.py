@@ -29,6 +29,7 @@ from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT, Outbound
 from kvtransfer.transports.seal import TAG_BYTES, Seal
 from wire.sockets import bind_port, open_context
 
+START_S = 10.0
 _PLACES = 1024  # in one message, and MAX_SPANS more at most, of 20 bytes each: it has to fit channel.MAX_BYTES
 _log = logging.getLogger("kvtransfer")
 
@@ -157,19 +158,14 @@ def main(channel_fd: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole group; the owner decides when we end
         signal.signal(number, signal.SIG_IGN)
-    end = socket.socket(fileno=channel_fd)
-    ((_, memory_fd, size_bytes, pages, slots, counters_fd, host, options),) = [_first(end)]
+    channel = Channel(socket.socket(fileno=channel_fd))
+    start = channel.first(START_S)
+    assert start is not None, "nobody says what is to be done"
+    _, memory_fd, size_bytes, pages, slots, counters_fd, host, options = start
     shared = SharedMemory.inherit(memory_fd, size_bytes)
     rows: Rows = {"page": (pages[0], pages[1]), "slot": (slots[0], slots[1])}
     memory = CpuMemory(shared_rows(shared, rows))
-    Engine(Channel(end), Site(memory, rows, shared, host, BulkOptions(*options), Counters(counters_fd))).run()
-
-
-def _first(end: socket.socket) -> list[Any]:
-    import msgpack
-
-    message: list[Any] = msgpack.unpackb(end.recv(1 << 16))
-    return message
+    Engine(channel, Site(memory, rows, shared, host, BulkOptions(*options), Counters(counters_fd))).run()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from typing import Any
 
 import zmq
 
-from kvtransfer.digest import combine, span_digest
 from kvtransfer.transports import BulkOptions, Event, Key, Link, Span
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
@@ -32,10 +31,9 @@ from kvtransfer.transports.frame import (
 )  # fmt: skip
 from kvtransfer.transports.jobs import Job, Jobs, Piece
 from kvtransfer.transports.memory import Memory
-from kvtransfer.transports.seal import tag_digest
+from kvtransfer.transports.packer import Packer
 
 CHUNK_BYTES = 4 << 20  # payload of one chunk at most, unless one span is larger: less costs wake-ups, more cache
-DIRECT_BYTES = 128 << 10  # a span from this size on is a frame by itself; below, packing is cheaper than a frame
 CREDIT = 4  # chunks under way on one connection: with CHUNK_BYTES, what a peer that does not read costs
 PROBE_BYTES = 16 << 20
 IDLE_S = 300.0  # an unused connection is closed: decode workers come and go
@@ -89,6 +87,7 @@ class Outbound:
         self._context = context
         self._poller = poller
         self._memory = memory
+        self._packer = Packer(memory)
         self._hello = hello if options.path != "zeromq" else replace(hello, fd=0)
         self._options = options
         self._counters = counters
@@ -256,55 +255,10 @@ class Outbound:
     def _send_piece(self, peer: Peer, lane: Lane, piece: Piece) -> None:
         name = self._hello.memory_name if peer.path == "shm" else b""
         header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name))
-        frames, piece.digest = self._reference(piece, header) if name else self._payload(piece, header)
+        frames, piece.digest = self._packer.reference(piece, header) if name else self._packer.payload(piece, header)
         tracker = lane.socket.send_multipart([header, *frames], zmq.NOBLOCK, copy=False, track=True)
         lane.under_way[piece.number], lane.trackers[piece.number] = piece, tracker
         self._counters.add("chunks_sent")
-
-    def _reference(self, piece: Piece, header: bytes) -> tuple[list[Any], int]:
-        """The frames (none, or a tag over the header) and the digest of a chunk that the peer fetches."""
-        job = piece.job
-        digests = [span_digest(job.key, *span.place[:3], self._direct(span, job).data) for span in piece.spans]
-        return [] if job.seal is None else [job.seal.close(piece.number, 0, b"", header)], combine(digests)
-
-    def _payload(self, piece: Piece, header: bytes) -> tuple[list[Any], int]:
-        """The frames of a chunk and their digest; large spans are the arena's own bytes."""
-        job, seal = piece.job, piece.job.seal
-        groups = self._frames(piece)
-        if seal is not None:
-            sealed = [seal.close(piece.number, i, data.data, header) for i, (_, data) in enumerate(groups)]
-            return sealed, combine(map(tag_digest, sealed))
-        digests = []
-        for spans, data in groups:
-            at = 0
-            for span in spans:
-                digests.append(span_digest(job.key, *span.place[:3], data[at : at + span.nbytes].data))
-                at += span.nbytes
-        return [data for _, data in groups], combine(digests)
-
-    def _frames(self, piece: Piece) -> list[tuple[list[Span], Any]]:
-        """The chunk's spans, by the frame they go in, and that frame's bytes."""
-        job, groups, small = piece.job, [], []
-        for span in piece.spans:
-            data = self._direct(span, job) if span.nbytes >= DIRECT_BYTES else None
-            if data is None:
-                small.append(span)
-                continue
-            if small:
-                groups.append((small, self._pack(small, job)))
-                small = []
-            groups.append(([span], data))
-        if small:
-            groups.append((small, self._pack(small, job)))
-        return groups
-
-    def _direct(self, span: Span, job: Job) -> Any:
-        return self._memory.direct((span.kind, span.src, span.offset, span.nbytes), job.mark)
-
-    def _pack(self, spans: list[Span], job: Job) -> Any:
-        packed = self._memory.buffer(sum(span.nbytes for span in spans))
-        self._memory.gather([(s.kind, s.src, s.offset, s.nbytes) for s in spans], packed, job.mark)
-        return packed
 
     # --- what peers say
 
