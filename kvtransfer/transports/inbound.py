@@ -34,7 +34,7 @@ from kvtransfer.transports.frame import (
     unpack_hello,
 )  # fmt: skip
 from kvtransfer.transports.memory import Bytes, CpuMemory, Memory, Rows, shared_rows
-from kvtransfer.transports.seal import TAG_BYTES, Seal, tag_digest
+from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, Seal, tag_digest
 
 _BURST = 4  # messages taken before sending gets its turn
 _REMEMBERED = 4096  # closed windows: what is under way when one closes comes soon after
@@ -214,4 +214,4 @@ def _check_header(seal: Seal, chunk: Chunk, header: bytes, frames: Sequence[memo
     if len(frames) != 1:
         raise BadFrame("a sealed chunk of shared memory has one tag")
     nothing: Any = np.empty(0, dtype=np.uint8)
-    seal.open_into(chunk.number, 0, frames[0], header, nothing)
+    seal.open_into(chunk.number, NO_PAYLOAD, frames[0], header, nothing)

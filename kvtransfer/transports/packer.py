@@ -8,7 +8,7 @@ from kvtransfer.digest import combine, span_digest
 from kvtransfer.transports import Span
 from kvtransfer.transports.jobs import Job, Piece
 from kvtransfer.transports.memory import Memory
-from kvtransfer.transports.seal import tag_digest
+from kvtransfer.transports.seal import NO_PAYLOAD, tag_digest
 
 DIRECT_BYTES = 128 << 10  # a span from this size on is a frame by itself; below, packing is cheaper than a frame
 
@@ -23,7 +23,7 @@ class Packer:
         """The frames (none, or a tag over the header) and the digest of a chunk that the peer fetches."""
         job = piece.job
         digests = [span_digest(job.key, *span.place[:3], self._direct(span, job).data) for span in piece.spans]
-        return [] if job.seal is None else [job.seal.close(piece.number, 0, b"", header)], combine(digests)
+        return [] if job.seal is None else [job.seal.close(piece.number, NO_PAYLOAD, b"", header)], combine(digests)
 
     def payload(self, piece: Piece, header: bytes) -> tuple[list[Any], int]:
         """The frames of a chunk and their digest; large spans are the arena's own bytes."""

@@ -1,7 +1,8 @@
 """Bulk that nobody can read, forge or replay: AES-GCM over each frame, under a secret that one Grant agreed.
 
 The secret serves a single hand-off and a single sender, and chunk numbers never repeat in a process, so (number, frame)
-is a nonce that is used once. The chunk's header is authenticated with every frame. The tags then are the digest.
+is a nonce that is used once; a chunk that is sent again is the same bytes again, and when its path has changed meanwhile
+its only frame is `NO_PAYLOAD`. The chunk's header is authenticated with every frame. The tags then are the digest.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kvtransfer.transports.frame import BadFrame
 from kvtransfer.transports.memory import Bytes
 
 TAG_BYTES = 16
+NO_PAYLOAD = 1 << 31  # the frame's number in a chunk that has a header alone
 SECRET_BYTES = 16
 _NONCE = struct.Struct("<QI")
 
