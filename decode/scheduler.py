@@ -23,7 +23,7 @@ from kvtransfer.arena import Arena
 from kvtransfer.pages import PagePool, SeqKV
 from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.tombstones import LIMIT, Tombstones
-from kvtransfer.transports import Key
+from kvtransfer.transports import Freed, Key
 from wire.messages import ALL_SAMPLES, Abort, Failed, Offer, Ready, Tokens, unpack_ids
 from wire.metrics import Metrics
 
@@ -50,6 +50,7 @@ class Scheduler:
         self.queued: OrderedDict[Key, Request] = OrderedDict()
         self.arriving: dict[Key, Request] = {}
         self.running: list[Sequence] = []
+        self.draining: dict[Key, SeqKV] = {}  # over, but bytes may still land in it: ours again when it is Freed
         self._receiver = receiver
         self._arena = arena
         self._fingerprint = fingerprint
@@ -99,7 +100,7 @@ class Scheduler:
         request.num_bytes, request.grant_again_s = ready.num_bytes, math.inf
 
     def abort(self, message: Abort) -> None:
-        """Forgets an attempt or one sample of it, wherever it is; its pages are free when this returns."""
+        """Forgets an attempt or one sample of it, wherever it is; its pages are free when nothing lands in them any more."""
         key = (message.rid, message.attempt)
         if not self._known(key):
             if message.sample == ALL_SAMPLES:
@@ -114,11 +115,13 @@ class Scheduler:
 
     # --- one turn of the loop
 
-    def settle(self, events: list[Arrived | Broken], now_s: float) -> None:
+    def settle(self, events: list[Arrived | Broken | Freed], now_s: float) -> None:
         """Starts what has arrived and fails what can not arrive any more."""
         for event in events:
+            if event.key in self.draining:
+                self.pool.drop(self.draining.pop(event.key))
             request = self.arriving.get(event.key)
-            if request is None:
+            if request is None or isinstance(event, Freed):
                 continue
             if isinstance(event, Broken):
                 self._break(request, event.reason)
@@ -171,7 +174,7 @@ class Scheduler:
             return batch
         for sequence in sorted(short, key=lambda s: s.serial):
             self._grow(sequence)
-        return [s for s in batch if s.kv.slot]  # without the retracted ones
+        return [s for s in batch if len(s.tokens) <= len(s.kv.pages) * self.limits.page_tokens]  # not the retracted ones
 
     def advance(self, batch: list[Sequence], choices: list[Choice], now_s: float) -> None:
         """Takes a step's tokens, ends what is complete, and sends one Tokens per router."""
@@ -220,11 +223,14 @@ class Scheduler:
         return kv
 
     def _grow(self, sequence: Sequence) -> None:
-        """Gives a sequence its next page, retracting the newest until there is one. It may be retracted itself."""
+        """Gives a sequence its next page, retracting the newest until there is one. It may be retracted itself, and it has
+        to sit out a step while the pages that were taken from another are still draining."""
         while sequence.kv.slot:
             page = self.pool.take_pages(1)
             if page is not None:
                 sequence.kv.pages += page
+                return
+            if any(kv.pages for kv in self.draining.values()):
                 return
             self._retract_newest()
 
@@ -319,7 +325,8 @@ class Scheduler:
         self.queued.pop(request.key, None)
         self.arriving.pop(request.key, None)
         self._closed.add(request.key)
-        self._receiver.close(request.key)  # from here on nobody writes its pages
+        if not self._receiver.close(request.key) and request.kvs:
+            self.draining[request.key] = request.kvs.pop(0)  # where the KV lands
         for kv in request.kvs:
             self.pool.drop(kv)
         request.kvs = []

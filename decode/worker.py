@@ -21,7 +21,8 @@ from decode.sequence import Sequence
 from kvtransfer.layout import identity_fingerprint
 from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Receiver
-from kvtransfer.transports import open_transport
+from kvtransfer.transports import BulkOptions, open_transport
+from kvtransfer.transports.seal import new_secret as make_secret
 from model.runner import Runner
 from wire.messages import Abort, Offer, Ready, Refused
 from wire.worker import Presence
@@ -36,8 +37,10 @@ class Worker:
     def __init__(self, config: DecodeConfig, runner: Runner, context: zmq.Context[Any]) -> None:
         self._presence = Presence("decode", config, context)
         self.name, self.inbox, self.metrics = self._presence.name, self._presence.inbox, self._presence.metrics
-        self._transport = open_transport(config.transport, context, runner.arena, config.host, config.advertise)
-        self._receiver = Receiver(runner.arena, self._transport, ARRIVAL_TIMEOUT_S)
+        options = BulkOptions(config.transport, config.lanes, config.kv_floor)
+        self._transport = open_transport(runner.arena, config.host, config.advertise, options)
+        new_secret = make_secret if config.cluster_key else bytes
+        self._receiver = Receiver(runner.arena, self._transport, ARRIVAL_TIMEOUT_S, new_secret)
         identity, model = runner.identity(), runner.config
         pool = PagePool(config.num_pages, config.num_slots)
         limits = Limits(

@@ -1,25 +1,38 @@
-"""The KV memory of one process: two uint8 tensors, and the strided views of a layout's fields in them."""
+"""The KV memory of one process: two uint8 tensors, and the strided views of a layout's fields in them.
+
+On the CPU both lie in shared memory, so that the process which moves bulk bytes, and a peer on the same host, work on
+the very pages that the model writes.
+"""
 
 from __future__ import annotations
+
+import os
+import weakref
 
 import torch
 from torch import Tensor
 
 from kvtransfer.layout import Field, KVLayout
+from kvtransfer.sharing import SharedMemory
 
 
 class Arena:
     """`pages` uint8 [num_pages, page_bytes] and `slots` uint8 [num_slots, slot_bytes], zero-filled, on `device`.
 
-    Whoever moves bytes sees whole pages and slots; the model sees `page_field` and `slot_field`.
+    Whoever moves bytes sees whole pages and slots; the model sees `page_field` and `slot_field`. `shared` is the memory
+    under both on the CPU, pages first; None on other devices.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, num_slots: int, device: str | torch.device = "cpu") -> None:
         if num_pages < 2 or num_slots < 2:
             raise ValueError("an arena needs two pages and two slots at least: number 0 of each is reserved")
         self.layout = layout
-        self.pages = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
-        self.slots = torch.zeros(num_slots, layout.slot_bytes, dtype=torch.uint8, device=device)
+        self.shared: SharedMemory | None = None
+        if torch.device(device).type == "cpu":
+            self.pages, self.slots = self._share(num_pages, num_slots)
+        else:
+            self.pages = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
+            self.slots = torch.zeros(num_slots, layout.slot_bytes, dtype=torch.uint8, device=device)
 
     def page_field(self, field: Field) -> Tensor:
         """uint8 view [num_pages, rows, row_bytes] of one field of every page (strided: no copy)."""
@@ -34,6 +47,14 @@ class Arena:
 
     def copy_slot(self, src: int, dst: int) -> None:
         self.slots[dst].copy_(self.slots[src])
+
+    def _share(self, num_pages: int, num_slots: int) -> tuple[Tensor, Tensor]:
+        page_bytes, slot_bytes = num_pages * self.layout.page_bytes, num_slots * self.layout.slot_bytes
+        self.shared = SharedMemory.create(page_bytes + slot_bytes)
+        weakref.finalize(self, os.close, self.shared.fd)
+        pages = torch.frombuffer(self.shared.map, dtype=torch.uint8, count=page_bytes)
+        slots = torch.frombuffer(self.shared.map, dtype=torch.uint8, count=slot_bytes, offset=page_bytes)
+        return pages.view(num_pages, -1), slots.view(num_slots, -1)
 
 
 def _field_view(memory: Tensor, field: Field) -> Tensor:

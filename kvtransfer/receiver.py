@@ -1,21 +1,27 @@
 """All inbound hand-offs of a decode worker.
 
 One hand-off: `open` grants memory -> bytes land, Ready comes, in any order -> everything that `Ready.length` tokens need
-is there, once, and the digests agree -> Arrived. Or it ends early: `close`, or Broken. Whichever way, the window is shut
-before anybody is told, so the memory is the caller's alone from then on.
+is there, once, and the digests agree -> Arrived. Or it ends early: `close`, or Broken.
+
+    GRANTED --complete, faulty, or too late--> SHUTTING --Drained--> Arrived or Broken
+       |                                          |
+       '--`close`--> DRAINING --Drained--> Freed  '--`close`--> DRAINING
+
+Whichever way, the transport has shut the window before anybody is told, so the memory is the caller's alone from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvtransfer.digest import combine
 from kvtransfer.layout import KVLayout
 from kvtransfer.places import handoff_places
 from kvtransfer.tombstones import Tombstones
-from kvtransfer.transports import Key, Landed, Place, Transport
+from kvtransfer.transports import Drained, Freed, Key, Landed, Place, Transport
 from wire.messages import Grant, Ready, pack_ids
 
 if TYPE_CHECKING:
@@ -38,6 +44,12 @@ class Broken:
     reason: str
 
 
+class Stage(Enum):
+    GRANTED = auto()
+    SHUTTING = auto()
+    DRAINING = auto()
+
+
 @dataclass(slots=True)
 class _Handoff:
     """One hand-off that is open; with `ready` set it waits for `expected` to have landed."""
@@ -45,6 +57,7 @@ class _Handoff:
     key: Key
     slot: int
     pages: list[int]
+    stage: Stage = Stage.GRANTED
     landed: set[Place] = field(default_factory=set)
     digest: int = 0
     ready: Ready | None = None
@@ -58,12 +71,18 @@ class _Handoff:
 
 
 class Receiver:
-    """Call `poll` once a loop turn, and whenever the transport's `fileno` is readable. Not thread-safe."""
+    """Call `poll` once a loop turn, and whenever the transport's `fileno` is readable. Not thread-safe.
 
-    def __init__(self, arena: Arena, transport: Transport, timeout_s: float) -> None:
+    new_secret: makes the secret that goes into a Grant; bulk then has to be sealed with it.
+    """
+
+    def __init__(
+        self, arena: Arena, transport: Transport, timeout_s: float, new_secret: Callable[[], bytes] = lambda: b""
+    ) -> None:
         self._layout: KVLayout = arena.layout
         self._transport = transport
         self._timeout_s = timeout_s
+        self._new_secret = new_secret
         self._open: dict[Key, _Handoff] = {}
         self._closed = Tombstones()
 
@@ -71,14 +90,15 @@ class Receiver:
         """Grants memory to a hand-off. Raises ValueError for a key that was used before: it is single-use."""
         if key in self._open or key in self._closed:
             raise ValueError(f"hand-off {key} was opened before: retry under a new attempt")
-        self._transport.expect(key, slot, pages)
+        secret = self._new_secret()
+        self._transport.expect(key, slot, pages, secret)
         self._open[key] = _Handoff(key, slot, list(pages))
-        return Grant(*key, slot, pack_ids(pages), self._transport.address())
+        return Grant(*key, slot, pack_ids(pages), self._transport.address(), secret)
 
     def ready(self, ready: Ready) -> bool:
         """Takes the sender's account of what it sent. False: no such hand-off is open, ignored."""
         handoff = self._open.get((ready.rid, ready.attempt))
-        if handoff is None:
+        if handoff is None or handoff.stage is Stage.DRAINING:
             return False
         if handoff.ready is None:
             handoff.ready = ready
@@ -87,34 +107,41 @@ class Receiver:
             handoff.fault = f"two different Ready: {handoff.ready} and {ready}"
         return True
 
-    def close(self, key: Key) -> None:
-        """Aborts; when it returns, nothing of `key` can land any more. No error for a hand-off that is over."""
-        self._transport.revoke(key)
-        if self._open.pop(key, None) is not None:
-            self._closed.add(key)
-
-    def poll(self, now_s: float) -> list[Arrived | Broken]:
-        """The hand-offs that ended, other than by `close`. `now_s` is any clock that only goes forward."""
-        self._absorb()
-        complete = [handoff.key for handoff in self._open.values() if handoff.complete]
-        for key in complete:
+    def close(self, key: Key) -> bool:
+        """Aborts. True: the memory is free now, as it is for a hand-off that is over; False: Freed will follow."""
+        handoff = self._open.get(key)
+        if handoff is None:
+            return True
+        if handoff.stage is Stage.GRANTED:
             self._transport.revoke(key)
-        if complete:
-            self._absorb()  # what landed between the look above and the revocation counts too
-        ended = [end for handoff in self._open.values() if (end := self._verdict(handoff, now_s))]
-        for end in ended:
-            self.close(end.key)
-        return ended
+        handoff.stage = Stage.DRAINING
+        return False
 
-    def _absorb(self) -> None:
+    def poll(self, now_s: float) -> list[Arrived | Broken | Freed]:
+        """The hand-offs that ended. `now_s` is any clock that only goes forward."""
+        ended: list[Arrived | Broken | Freed] = []
         for event in self._transport.poll():
             handoff = self._open.get(event.key)
-            if handoff is not None and isinstance(event, Landed):
-                for place in event.places:
-                    if place in handoff.landed:
-                        handoff.fault = handoff.fault or f"{_name(place)} came twice"
-                    handoff.landed.add(place)
-                handoff.digest = combine((handoff.digest, event.digest))
+            if handoff is None:
+                continue
+            if isinstance(event, Landed):
+                self._landed(handoff, event)
+            elif isinstance(event, Drained) and handoff.stage is not Stage.GRANTED:
+                del self._open[event.key]
+                self._closed.add(event.key)
+                ended.append(Freed(event.key) if handoff.stage is Stage.DRAINING else self._verdict(handoff))
+        for handoff in self._open.values():
+            if handoff.stage is Stage.GRANTED and self._over(handoff, now_s):
+                handoff.stage = Stage.SHUTTING
+                self._transport.revoke(handoff.key)
+        return ended
+
+    def _landed(self, handoff: _Handoff, event: Landed) -> None:
+        for place in event.places:
+            if place in handoff.landed:
+                handoff.fault = handoff.fault or f"{_name(place)} came twice"
+            handoff.landed.add(place)
+        handoff.digest = combine((handoff.digest, event.digest))
 
     def _mismatch(self, handoff: _Handoff, ready: Ready) -> str:
         """What in `ready` cannot be, given the length it states; "" when it is consistent."""
@@ -131,26 +158,28 @@ class Receiver:
             return f"{sent} were sent, {ready.length} tokens need {needed}"
         return ""
 
-    def _verdict(self, handoff: _Handoff, now_s: float) -> Arrived | Broken | None:
-        """How a hand-off ends, if it does now."""
-        ready = handoff.ready
-        if not handoff.fault and ready is not None and (strange := handoff.landed - handoff.expected):
-            handoff.fault = f"{_name(min(strange))} is no part of {ready.length} tokens"
-        if handoff.fault:
-            return Broken(handoff.key, handoff.fault)
-        if ready is None:
-            return None
-        if handoff.complete:
-            if handoff.digest != ready.digest:
-                return Broken(handoff.key, f"digest {handoff.digest:016x} landed, {ready.digest:016x} was sent")
-            return Arrived(handoff.key, ready.length)
+    def _over(self, handoff: _Handoff, now_s: float) -> bool:
+        """Whether a hand-off is complete, or has a fault by now."""
+        if handoff.ready is None or handoff.fault:
+            return bool(handoff.fault)
         if handoff.deadline_s is None:
             handoff.deadline_s = now_s + self._timeout_s
-        if now_s < handoff.deadline_s:
-            return None
-        missing = handoff.expected - handoff.landed
-        count = f"{len(missing)} of {len(handoff.expected)} spans"
-        return Broken(handoff.key, f"{count} missing {self._timeout_s:g} s after Ready, {_name(min(missing))} is one")
+        if not handoff.complete and now_s >= handoff.deadline_s:
+            missing = handoff.expected - handoff.landed
+            count, one = f"{len(missing)} of {len(handoff.expected)} spans", _name(min(missing))
+            handoff.fault = f"{count} missing {self._timeout_s:g} s after Ready, {one} is one"
+        return handoff.complete or bool(handoff.fault)
+
+    def _verdict(self, handoff: _Handoff) -> Arrived | Broken:
+        """How a hand-off ends whose window is shut: what landed until then counts."""
+        key, ready = handoff.key, handoff.ready
+        if handoff.fault or ready is None:
+            return Broken(key, handoff.fault)
+        if strange := handoff.landed - handoff.expected:
+            return Broken(key, f"{_name(min(strange))} is no part of {ready.length} tokens")
+        if handoff.digest != ready.digest:
+            return Broken(key, f"digest {handoff.digest:016x} landed, {ready.digest:016x} was sent")
+        return Arrived(key, ready.length)
 
 
 def _name(place: Place) -> str:

@@ -1,20 +1,28 @@
 """All outbound hand-offs of a prefill worker.
 
 One hand-off: `open` -> pages are pushed while the prompt is computed -> the grant comes, before or after -> the last push
-carries the rest of the pages and the slot -> every byte has left -> Sent. Or it ends early: `close`, or SendLost.
+carries the rest of the pages and the slot -> every byte is in place -> Sent. Or it ends early: `close`, or SendLost.
+
+    OFFERED --granted--> GRANTED --every write done, the last one final--> Sent
+       |                    |------the transport loses it----------------> SendLost
+       |                    '------`close`, or a grant that cannot be----> DRAINING --Drained--> Freed or SendLost
+       '--`close`, nothing was ever given to the transport: over at once
+
+While the transport may still read a hand-off's memory, that memory is nobody else's: DRAINING lasts until it has said so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvtransfer.digest import combine
 from kvtransfer.layout import KVLayout
 from kvtransfer.places import page_places, slot_places
 from kvtransfer.tombstones import Tombstones
-from kvtransfer.transports import Key, Lost, Place, Span, Transport, Wrote
+from kvtransfer.transports import MAX_WRITE_SPANS, Drained, Freed, Key, Lost, Place, Span, Transport, Wrote
 from wire.messages import Grant, Ready, unpack_ids
 
 if TYPE_CHECKING:
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Every byte of `key` has left the arena: its pages and slot are free. `ready` goes to decode."""
+    """Every byte of `key` is in place: its pages and slot are free. `ready` goes to decode."""
 
     key: Key
     ready: Ready
@@ -37,12 +45,21 @@ class SendLost:
     reason: str
 
 
+class Stage(Enum):
+    OFFERED = auto()
+    GRANTED = auto()
+    DRAINING = auto()
+
+
 @dataclass(slots=True)
 class _Handoff:
-    """One hand-off that is open. It is granted when `address` is set, complete when `final`."""
+    """One hand-off that is open; complete when `final`."""
 
     key: Key
+    stage: Stage = Stage.OFFERED
+    reason: str = ""  # why it is DRAINING; "" when the caller wanted it
     address: str = ""
+    secret: bytes = b""
     granted_slot: int = 0
     granted_pages: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # ours, as far as they were pushed
@@ -60,15 +77,18 @@ class _Handoff:
 
 
 class Sender:
-    """Call `poll` once a loop turn, and whenever the transport's `fileno` is readable. Not thread-safe."""
+    """Call `poll` once a loop turn, and whenever the transport's `fileno` is readable. Not thread-safe.
 
-    def __init__(self, arena: Arena, transport: Transport) -> None:
+    sealed: only grants that come with a secret are taken, and bulk is sealed with it.
+    """
+
+    def __init__(self, arena: Arena, transport: Transport, sealed: bool = False) -> None:
         self._layout: KVLayout = arena.layout
         self._transport = transport
+        self._sealed = sealed
         self._open: dict[Key, _Handoff] = {}
         self._closed = Tombstones()
-        self._lost: list[SendLost] = []
-        self._complete: list[Key] = []  # hand-offs that may have become Sent since the last poll
+        self._ended: list[Sent | SendLost | Freed] = []  # since the last poll
 
     def open(self, key: Key) -> None:
         """Starts a hand-off. Raises ValueError for a key that was used before: it is single-use."""
@@ -79,14 +99,20 @@ class Sender:
     def granted(self, grant: Grant) -> bool:
         """Takes decode's grant and lets go what was pushed before it. False: not waiting for one, ignored."""
         handoff = self._open.get((grant.rid, grant.attempt))
-        if handoff is None or handoff.address:
+        if handoff is None or handoff.stage is not Stage.OFFERED:
             return False
+        handoff.stage = Stage.GRANTED
         try:
-            pages = unpack_ids(grant.pages)
+            handoff.granted_pages = unpack_ids(grant.pages)
         except ValueError as error:
-            self._lose(handoff.key, f"grant: {error}")
+            self._lose(handoff, f"grant: {error}")
             return True
-        handoff.granted_pages, handoff.granted_slot, handoff.address = pages, grant.slot, grant.address
+        if self._sealed and not grant.secret:
+            self._lose(
+                handoff, "grant: it has no secret, and nothing leaves here unsealed; start both sides with the cluster key"
+            )
+            return True
+        handoff.granted_slot, handoff.address, handoff.secret = grant.slot, grant.address, grant.secret
         self._flush(handoff)
         return True
 
@@ -101,35 +127,38 @@ class Sender:
             if key in self._closed:
                 return
             raise KeyError(f"hand-off {key} was never opened")
+        if handoff.stage is Stage.DRAINING:
+            return
         if handoff.final:
             raise ValueError(f"hand-off {key} was complete already")
         if self._layout.pages_for(length) > len(pages):
             raise ValueError(f"hand-off {key}: {len(pages)} pages do not hold {length} tokens")
         handoff.pages, handoff.slot, handoff.length, handoff.final = list(pages), slot, length, final
-        if handoff.address:
+        if handoff.stage is Stage.GRANTED:
             self._flush(handoff)
 
-    def close(self, key: Key) -> None:
-        """Aborts; when it returns, the memory is not read any more. No error for a hand-off that is over."""
-        self._transport.cancel(key)
-        if self._open.pop(key, None) is not None:
-            self._closed.add(key)
+    def close(self, key: Key) -> bool:
+        """Aborts. True: the memory is free now, as it is for a hand-off that is over; False: Freed will follow."""
+        handoff = self._open.get(key)
+        if handoff is None:
+            return True
+        handoff.reason = ""
+        return self._drain(handoff)
 
-    def poll(self) -> list[Sent | SendLost]:
-        """The hand-offs that ended since the last call, other than by `close`."""
+    def poll(self) -> list[Sent | SendLost | Freed]:
+        """The hand-offs that ended since the last call."""
         for event in self._transport.poll():
             handoff = self._open.get(event.key)
-            if handoff is not None and isinstance(event, Wrote):
-                self._wrote(handoff, event)
-            elif handoff is not None and isinstance(event, Lost):
-                self._lose(event.key, event.reason)
-        ended: list[Sent | SendLost] = [*self._lost]
-        for key in self._complete:
-            handoff = self._open.pop(key, None)
-            if handoff is not None:
-                self._closed.add(key)
-                ended.append(Sent(key, handoff.ready()))
-        self._lost, self._complete = [], []
+            if handoff is None:
+                continue
+            match event, handoff.stage:
+                case Wrote(), Stage.GRANTED:
+                    self._wrote(handoff, event)
+                case Lost(), Stage.GRANTED:
+                    self._end(handoff, SendLost(event.key, event.reason))
+                case Drained(), Stage.DRAINING:
+                    self._end(handoff, SendLost(event.key, handoff.reason) if handoff.reason else Freed(event.key))
+        ended, self._ended = self._ended, []
         return ended
 
     def _flush(self, handoff: _Handoff) -> None:
@@ -137,24 +166,23 @@ class Sender:
         layout, length = self._layout, handoff.length
         first, last = handoff.queued_pages, layout.pages_for(length) if handoff.final else length // layout.page_tokens
         if last > len(handoff.granted_pages):
-            self._lose(handoff.key, f"{length} tokens need {last} pages, {len(handoff.granted_pages)} were granted")
+            self._lose(handoff, f"{length} tokens need {last} pages, {len(handoff.granted_pages)} were granted")
             return
         ours = page_places(layout, handoff.pages[first:last])
         spans = [_span(place, to) for place, to in zip(ours, handoff.granted_pages[first:last], strict=True)]
         if handoff.final:
             spans += [_span(place, handoff.granted_slot) for place in slot_places(layout, handoff.slot, length)]
         handoff.queued_pages = last
-        if not self._write(handoff, spans):
-            return
-        if handoff.final and not handoff.writes_open:
-            self._complete.append(handoff.key)
+        if self._write(handoff, spans):
+            self._check_end(handoff)
 
     def _write(self, handoff: _Handoff, spans: list[Span]) -> bool:
-        if spans:
+        for start in range(0, len(spans), MAX_WRITE_SPANS):
+            part = spans[start : start + MAX_WRITE_SPANS]
             try:
-                self._transport.write(handoff.address, handoff.key, spans)
+                self._transport.write(handoff.address, handoff.key, part, handoff.secret)
             except ValueError as error:  # the grant names what cannot be, or we push what is not ours
-                self._lose(handoff.key, str(error))
+                self._lose(handoff, str(error))
                 return False
             handoff.writes_open += 1
         return True
@@ -164,12 +192,33 @@ class Sender:
         handoff.num_spans += event.num_spans
         handoff.num_bytes += event.num_bytes
         handoff.digest = combine((handoff.digest, event.digest))
-        if handoff.final and not handoff.writes_open:
-            self._complete.append(handoff.key)
+        self._check_end(handoff)
 
-    def _lose(self, key: Key, reason: str) -> None:
-        self.close(key)
-        self._lost.append(SendLost(key, reason))
+    def _check_end(self, handoff: _Handoff) -> None:
+        if handoff.final and not handoff.writes_open:
+            self._end(handoff, Sent(handoff.key, handoff.ready()))
+
+    def _lose(self, handoff: _Handoff, reason: str) -> None:
+        handoff.reason = reason
+        if self._drain(handoff):
+            self._ended.append(SendLost(handoff.key, reason))
+
+    def _drain(self, handoff: _Handoff) -> bool:
+        """Takes back what the transport has. Whether that is nothing; else the hand-off is DRAINING."""
+        if handoff.stage is Stage.DRAINING:
+            return False
+        if handoff.writes_open:
+            handoff.stage = Stage.DRAINING
+            self._transport.cancel(handoff.key)
+            return False
+        del self._open[handoff.key]
+        self._closed.add(handoff.key)
+        return True
+
+    def _end(self, handoff: _Handoff, how: Sent | SendLost | Freed) -> None:
+        del self._open[handoff.key]
+        self._closed.add(handoff.key)
+        self._ended.append(how)
 
 
 def _span(ours: Place, to: int) -> Span:

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvtransfer.pages import PagePool
+from kvtransfer.pages import PagePool, SeqKV
 from kvtransfer.sender import Sender, SendLost, Sent
 from kvtransfer.tombstones import LIMIT, Tombstones
-from kvtransfer.transports import Key
+from kvtransfer.transports import Freed, Key
 from prefill.prompt import Chunk, Prompt, Scores
 from prefill.shares import share_out
 from wire.messages import ALL_SAMPLES, Abort, Failed, Grant, Offer, Prefill, Ready, unpack_ids
@@ -57,6 +57,7 @@ class Scheduler:
         self.waiting: OrderedDict[Key, Prompt] = OrderedDict()
         self.computing: dict[Key, Prompt] = {}
         self.sending: dict[Key, Prompt] = {}
+        self.draining: dict[Key, SeqKV] = {}  # over, but its memory may still be read: ours again when it is Freed
         self._sender = sender
         self._fingerprint = fingerprint
         self._inbox = inbox
@@ -106,7 +107,7 @@ class Scheduler:
             self._metrics.add("stale_grants")
 
     def abort(self, message: Abort) -> None:
-        """Forgets a prompt, or one sample of it; its pages are free when this returns."""
+        """Forgets a prompt, or one sample of it; its pages are free when nobody reads them any more."""
         key = (message.rid, message.attempt)
         prompt = self._find(key)
         if prompt is None:
@@ -124,11 +125,13 @@ class Scheduler:
 
     # --- one turn of the loop
 
-    def settle(self, events: list[Sent | SendLost], now_s: float) -> None:
-        """Ends the prompts whose last byte has left, and those whose decode worker can not be reached."""
+    def settle(self, events: list[Sent | SendLost | Freed], now_s: float) -> None:
+        """Ends the prompts whose last byte is in place, and those whose decode worker can not be reached."""
         for event in events:
+            if event.key in self.draining:
+                self.pool.drop(self.draining.pop(event.key))
             prompt = self._find(event.key)
-            if prompt is None:
+            if prompt is None or isinstance(event, Freed):
                 continue
             if isinstance(event, SendLost):
                 self._metrics.add("transfers_broken")
@@ -263,8 +266,10 @@ class Scheduler:
             stage.pop(prompt.key, None)
         self._closed.add(prompt.key)
         if prompt.kv is not None:
-            self._sender.close(prompt.key)  # from here on nobody reads its pages
-            self.pool.drop(prompt.kv)
+            if self._sender.close(prompt.key):
+                self.pool.drop(prompt.kv)
+            else:
+                self.draining[prompt.key] = prompt.kv
             prompt.kv = None
 
     # --- questions

@@ -16,7 +16,7 @@ import wire.worker
 from kvtransfer.layout import identity_fingerprint
 from kvtransfer.pages import PagePool
 from kvtransfer.sender import Sender
-from kvtransfer.transports import open_transport
+from kvtransfer.transports import BulkOptions, open_transport
 from model.runner import Runner
 from prefill.config import PrefillConfig
 from prefill.engine import Engine
@@ -34,8 +34,9 @@ class Worker:
     def __init__(self, config: PrefillConfig, runner: Runner, context: zmq.Context[Any]) -> None:
         self._presence = Presence("prefill", config, context)
         self.name, self.inbox, self.metrics = self._presence.name, self._presence.inbox, self._presence.metrics
-        self._transport = open_transport(config.transport, context, runner.arena, config.host, config.advertise)
-        self._sender = Sender(runner.arena, self._transport)
+        options = BulkOptions(config.transport, config.lanes, config.kv_floor)
+        self._transport = open_transport(runner.arena, config.host, config.advertise, options)
+        self._sender = Sender(runner.arena, self._transport, sealed=bool(config.cluster_key))
         identity, model = runner.identity(), runner.config
         pool = PagePool(config.num_pages, config.num_slots)
         limits = Limits(

@@ -11,6 +11,7 @@ import zmq
 from router.config import RouterConfig
 from router.server import Router
 from router.text import TokenizerError
+from wire.curve import ClusterKeyError
 from wire.options import parse
 
 SWITCH_INTERVAL_S = 0.001  # how long a thread that writes a large answer may keep the event loop waiting
@@ -27,7 +28,7 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         uvloop.run(_serve(config))
-    except TokenizerError as error:
+    except (TokenizerError, ClusterKeyError) as error:
         sys.exit(f"router: {error}")
     except zmq.ZMQError as error:
         sys.exit(f"router: cannot bind the inbox {config.inbox_host}:{config.inbox_port}: {error}")

@@ -335,6 +335,7 @@ class App:
     async def metrics(self, http: web.BaseRequest) -> web.StreamResponse:
         pool = self._dispatcher.pool
         self._metrics.total("bad_frames", self._inbox.bad_frames)
+        self._metrics.total("refused_peers", self._inbox.refused_peers)
         self._metrics.set("samples_in_flight", self._dispatcher.in_flight)
         self._metrics.set("healthy", float(not self._health.reason()))
         for role in ("prefill", "decode"):

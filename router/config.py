@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from wire.curve import require_key
 from wire.options import option
 
 
@@ -30,11 +31,16 @@ class RouterConfig:
     max_attempts: int = option(3, help="tries at a request before it is answered with an error")
     probe_every_s: float = option(3.0, help="a worker that nothing has proven for this long is probed")
     health_window_s: float = option(10.0, help="/health is red when no hand-off has worked for this long")
+    cluster_key: str = option(
+        "", help="file of the cluster's key (scripts/make_keys.py): only members are talked to, encrypted"
+    )
+    insecure: bool = option(False, help="let the inbox listen beyond this host without a key: whoever can connect is served")
     stream_buffer_bytes: int = option(1 << 20, help="a client that leaves more than this unread loses its stream")
 
     def __post_init__(self) -> None:
         if self.inbox_host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"--inbox-host {self.inbox_host} also needs --advertise: the name workers reach this host by")
+        require_key("--inbox-host", self.inbox_host, self.cluster_key, self.insecure)
         for name in (
             "request_timeout_s",
             "dead_after_s",

@@ -32,12 +32,12 @@ class Router:
     """All parts wired together, so that tests can run one in their own loop. Use `start` and `stop`."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Binds the inbox and reads the tokenizer. Raises zmq.ZMQError or TokenizerError."""
+        """Binds the inbox and reads the tokenizer. Raises zmq.ZMQError, TokenizerError or ClusterKeyError."""
         path = config.tokenizer_path
         self.tokenizer = Tokenizer(path) if path is not None else None
         self.config = config
         self.metrics = Metrics()
-        self._context = open_context()
+        self._context = open_context(config.cluster_key)
         try:
             self.inbox = Inbox(self._context, config.inbox_host, config.inbox_port, config.advertise)
         except zmq.ZMQError:

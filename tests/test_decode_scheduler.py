@@ -13,6 +13,7 @@ from decode.scheduler import Scheduler
 from decode.sequence import Sequence
 from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Arrived, Broken
+from kvtransfer.transports import Freed
 from wire.messages import ALL_SAMPLES, Abort, Failed, Grant, Offer, Ready, SamplingParams, Tokens, pack_ids, unpack_ids
 from wire.metrics import Metrics
 
@@ -22,8 +23,11 @@ Key = tuple[int, int]
 
 
 class FakeReceiver:
+    """`drains`: what is closed comes back only with a Freed, as it does when bytes may still land."""
+
     def __init__(self) -> None:
         self.open_keys: dict[Key, list[int]] = {}
+        self.drains = False
 
     def open(self, key: Key, slot: int, pages: list[int]) -> Grant:
         assert key not in self.open_keys
@@ -33,8 +37,9 @@ class FakeReceiver:
     def ready(self, ready: Ready) -> bool:
         return (ready.rid, ready.attempt) in self.open_keys
 
-    def close(self, key: Key) -> None:
-        self.open_keys.pop(key, None)
+    def close(self, key: Key) -> bool:
+        was_open = self.open_keys.pop(key, None) is not None
+        return not (self.drains and was_open)
 
 
 class FakeArena:
@@ -249,6 +254,50 @@ def test_retraction_takes_the_newest_and_never_the_oldest() -> None:
     bench.check_books()
     bench.run()
     assert len(bench.text(0)) == 20 and len(bench.messages(Failed)) == 1 and bench.nothing_held()
+
+
+def test_pages_of_an_abort_are_nobodys_until_nothing_can_land_in_them() -> None:
+    bench = Bench(num_pages=5, num_slots=4)
+    bench.receiver.drains = True
+    bench.offer(1, 3 * PAGE_TOKENS, samples=(0, 1))
+    bench.step()
+    bench.scheduler.abort(Abort(1, 0))
+    bench.offer(2, 3 * PAGE_TOKENS)
+    bench.step()
+    assert bench.granted() == [1]
+    assert (bench.pool.free_pages, bench.pool.free_slots) == (1, 2), "the second sample's slot is free at once"
+    bench.scheduler.settle([Freed((1, 0))], 0.0)
+    assert (bench.pool.free_pages, bench.pool.free_slots) == (4, 3)
+    bench.step()
+    assert bench.granted() == [1, 2]
+    bench.scheduler.settle([Freed((1, 0))], 0.0)  # once more changes nothing
+    bench.receiver.drains = False
+    bench.run(20)
+    assert bench.nothing_held()
+
+
+def test_one_retraction_is_enough_while_its_pages_are_draining() -> None:
+    """What is retracted while it arrives gives its pages back later: nobody else is retracted meanwhile."""
+    bench = Bench(num_pages=8, num_slots=6)
+    bench.offer(1, PAGE_TOKENS, max_tokens=3 * PAGE_TOKENS)
+    bench.offer(2, PAGE_TOKENS, max_tokens=3 * PAGE_TOKENS)
+    bench.step()
+    bench.arrive()
+    bench.receiver.drains = True
+    bench.offer(3, PAGE_TOKENS)
+    bench.step()
+    assert bench.granted() == [1, 2, 3]
+    for _ in range(4 * PAGE_TOKENS):
+        bench.step()
+        if bench.scheduler.draining:
+            break
+    assert [(f.rid, f.cause) for f in bench.messages(Failed)] == [(3, "retracted")]
+    for _ in range(5):
+        bench.step()
+    assert len(bench.messages(Failed)) == 1
+    bench.scheduler.settle([Freed((3, 0))], 0.0)
+    bench.run(60)
+    assert bench.nothing_held()
 
 
 def test_retraction_of_what_is_still_arriving_comes_first_when_that_is_newer() -> None:

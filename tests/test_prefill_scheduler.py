@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.pages import PagePool
 from kvtransfer.sender import SendLost, Sent
+from kvtransfer.transports import Freed
 from prefill.prompt import Chunk, Prompt
 from prefill.scheduler import Limits, Scheduler
 from prefill.shares import share_out
@@ -24,6 +25,7 @@ class FakeSender:
 
     def __init__(self) -> None:
         self.open_keys: set[Key] = set()
+        self.drains = False  # what is closed comes back only with a Freed, as it does when its memory may still be read
         self.pushed: dict[Key, tuple[int, bool]] = {}
 
     def open(self, key: Key) -> None:
@@ -37,8 +39,10 @@ class FakeSender:
         assert len(pages) * PAGE_TOKENS >= length
         self.pushed[key] = (length, final)
 
-    def close(self, key: Key) -> None:
+    def close(self, key: Key) -> bool:
+        was_open = key in self.open_keys
         self.open_keys.discard(key)
+        return not (self.drains and was_open)
 
     def granted(self, grant: Grant) -> bool:
         return (grant.rid, grant.attempt) in self.open_keys
@@ -105,6 +109,22 @@ class Bench:
         pool = self.pool
         free = (pool.free_pages, pool.free_slots) == (pool.total_pages, pool.total_slots)
         return free and self.scheduler.idle and not self.sender.open_keys
+
+
+def test_pages_of_an_abort_are_nobodys_until_nothing_reads_them() -> None:
+    bench = Bench(num_pages=4, num_slots=3)
+    bench.sender.drains = True
+    bench.submit(1, 3 * PAGE_TOKENS)
+    bench.step()
+    bench.scheduler.abort(Abort(1, 0))
+    bench.submit(2, 3 * PAGE_TOKENS)
+    assert bench.step() == {}
+    assert (bench.pool.free_pages, bench.pool.free_slots) == (0, 1)
+    bench.scheduler.settle([Freed((1, 0))], 0.0)
+    assert bench.step() == {2: 3 * PAGE_TOKENS}
+    bench.scheduler.settle([Freed((1, 0))], 0.0)  # once more changes nothing
+    bench.finish_sending()
+    assert bench.nothing_held()
 
 
 def test_the_oldest_gets_half_and_the_rest_goes_on_in_order() -> None:

@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"model": "m", "router": "tcp://127.0.0.1:1"}
 def test_an_address_that_nobody_can_reach_is_refused(cls: type[WorkerConfig], host: str) -> None:
     with pytest.raises(ValueError, match="needs --advertise"):
         cls(**OPTIONS, host=host)
-    assert cls(**OPTIONS, host=host, advertise="10.0.0.2").advertise == "10.0.0.2"
+    assert cls(**OPTIONS, host=host, advertise="10.0.0.2", insecure=True).advertise == "10.0.0.2"
 
 
 def test_rate_is_what_the_batches_see_not_what_probes_do() -> None:
@@ -70,7 +70,11 @@ class Model:
 
 
 class Bulk:
-    bad_frames, late_frames = 2, 5
+    def counters(self) -> dict[str, int]:
+        return {"bad_frames": 2, "late_frames": 5}
+
+    def gauges(self) -> dict[str, float]:
+        return {"kv_links_shm": 1.0}
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK)

@@ -535,7 +535,7 @@ def test_a_lost_abort_costs_seconds_of_decodes_pages(monkeypatch: pytest.MonkeyP
 
 
 def test_a_worker_on_every_interface_is_reached_by_its_advertised_name() -> None:
-    everywhere: dict[str, Any] = {"host": "0.0.0.0", "advertise": "127.0.0.1"}
+    everywhere: dict[str, Any] = {"host": "0.0.0.0", "advertise": "127.0.0.1", "insecure": True}
     with Cluster() as cluster:
         router, prefill, decode = cluster.router, cluster.prefill(**everywhere), cluster.decode(**everywhere)
         assert prefill.address.startswith("tcp://127.0.0.1:") and decode.address.startswith("tcp://127.0.0.1:")

@@ -14,7 +14,9 @@ import zmq
 
 from kvtransfer.arena import Arena
 from kvtransfer.layout import Field, KVLayout
-from kvtransfer.transports import Event, Transport
+from kvtransfer.transports import BulkOptions, Event, Key, Place, Span, Transport
+from kvtransfer.transports.bulk import BulkTransport
+from kvtransfer.transports.frame import Ack, Chunk, Welcome, pack_ack, pack_chunk, pack_welcome, unpack_ack, unpack_chunk
 
 torch.set_num_threads(1)
 
@@ -69,23 +71,80 @@ def refused(address: str) -> bool:
     return False
 
 
-def raw_push(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
-    push: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-    push.setsockopt(zmq.LINGER, 0)
-    push.connect(address)
-    return push
+class ThreadTransport(BulkTransport):
+    """The transport as it is over device memory, with its engine in a thread: it starts at once, and tests see into it."""
+
+    def _own_process(self, arena: Arena) -> bool:
+        return False
+
+    @property
+    def inner(self) -> Any:
+        """The engine."""
+        return self._engine
 
 
-def raw_pull(context: zmq.Context[Any], address: str = "tcp://127.0.0.1:*") -> tuple[zmq.Socket[bytes], str]:
-    """A peer that reads only when told to, and its address."""
-    pull: zmq.Socket[bytes] = context.socket(zmq.PULL)
-    pull.setsockopt(zmq.LINGER, 0)
-    pull.setsockopt(zmq.RCVHWM, 1)
-    pull.setsockopt(zmq.RCVBUF, 65536)
-    pull.bind(address)
-    endpoint = pull.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return pull, endpoint.rstrip(b"\0").decode()
+def thread_transport(arena: Arena, path: str = "zeromq", stall_s: float = 30.0, lanes: int = 1) -> ThreadTransport:
+    return ThreadTransport(arena, options=BulkOptions(path, lanes, stall_s=stall_s))
+
+
+def header(key: Key, places: list[Place], number: int = 1) -> bytes:
+    """Of a chunk whose bytes come along."""
+    return pack_chunk(Chunk(key, number, tuple(Span(kind, 0, dst, at, size) for kind, dst, at, size in places)))
+
+
+class RawSender:
+    """A peer that sends what it is told to, right or wrong."""
+
+    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self._numbers = iter(range(1_000_000, 2_000_000))
+
+    def send(self, key: Key, places: list[Place], payload: bytes | None = None) -> None:
+        """A chunk; zeros without a `payload`."""
+        data = bytes(sum(place[3] for place in places)) if payload is None else payload
+        self.socket.send_multipart([header(key, places, next(self._numbers)), data])
+
+    def status(self) -> int:
+        """What the receiver answers to the next chunk."""
+        assert self.socket.poll(5000)
+        return unpack_ack(self.socket.recv()).status
+
+
+class RawReceiver:
+    """A peer that greets, and reads chunks and acknowledges them only when told to."""
+
+    def __init__(self, context: zmq.Context[Any], address: str = "tcp://127.0.0.1:*") -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 1)
+        self.socket.setsockopt(zmq.RCVBUF, 65536)
+        self.socket.bind(address)
+        endpoint = self.socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = endpoint.rstrip(b"\0").decode()
+
+    def chunk(self, status: int = 0, timeout_s: float = 5.0) -> tuple[Chunk, bytes] | None:
+        """The next chunk that is for somebody, and its bytes; it is acknowledged. None: nothing came."""
+        while self.socket.poll(int(timeout_s * 1000)):
+            identity, head, *frames = self.socket.recv_multipart()
+            if head[:4] == b"pdH2":
+                self.socket.send_multipart([identity, pack_welcome(Welcome("zeromq", "a test"))])
+                continue
+            chunk = unpack_chunk(head)
+            self.socket.send_multipart([identity, pack_ack(Ack(chunk.number, 0 if chunk.probe else status))])
+            if not chunk.probe:
+                return chunk, b"".join(frames)
+        return None
+
+    def next(self) -> tuple[Chunk, bytes]:
+        got = self.chunk()
+        assert got is not None, "no chunk came"
+        return got
+
+    def silent(self, timeout_s: float = 0.05) -> bool:
+        return not self.socket.poll(int(timeout_s * 1000))
 
 
 class Proxy:
@@ -101,6 +160,12 @@ class Proxy:
         self.open.set()
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept)
+
+    def cut(self) -> None:
+        """Breaks the connections there are; new ones are let through."""
+        for each in self._sockets[1:]:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.open.set()

@@ -138,6 +138,7 @@ class Grant:
     slot: int
     pages: bytes
     address: str  # where decode's transport listens
+    secret: bytes = b""  # what the bulk of this hand-off is sealed with; "" without a cluster key
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from wire.codec import BadMessage, decode, encode
+from wire.curve import ClusterKey, RefusedPeers, be_server, secure
 
 MAX_MESSAGE_BYTES = 16 << 20  # a 1M-token prompt is 4 MB
 HARD_LIMIT_BYTES = 64 << 20  # libzmq closes the connection of a peer that announces more
@@ -29,10 +30,16 @@ def bind_port(socket: zmq.Socket[bytes], host: str, port: int) -> int:
     return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
 
 
-def open_context() -> zmq.Context[Any]:
-    """A process's ZeroMQ context, with room for a socket per peer."""
+def open_context(cluster_key: str = "") -> zmq.Context[Any]:
+    """A process's ZeroMQ context, with room for a socket per peer; its sockets speak CURVE with the key in that file.
+
+    Raises ClusterKeyError for a file that is none.
+    """
+    key = ClusterKey.read(cluster_key) if cluster_key else None
     context: zmq.Context[Any] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)  # counts only before the first socket
+    if key is not None:
+        secure(context, key)
     return context
 
 
@@ -44,12 +51,20 @@ class Inbox:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, SEND_QUEUE)
         self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
+        self._refused = RefusedPeers(context, self.socket) if be_server(self.socket) else None
         self.address = f"tcp://{advertise or host}:{bind_port(self.socket, host, port)}"
         self.bad_frames = 0
         self._detach: Callable[[], Any] = lambda: None
 
+    @property
+    def refused_peers(self) -> int:
+        """Connections that were turned away because they do not hold the cluster's key."""
+        return self._refused.count() if self._refused is not None else 0
+
     def drain(self, limit: int = 1000) -> Iterator[Any]:
         """The messages that are here now, at most `limit`; never waits."""
+        if self._refused is not None:
+            self._refused.count()  # what is counted often does not pile up
         for _ in range(limit):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -87,6 +102,8 @@ class Inbox:
 
     def close(self) -> None:
         self._detach()
+        if self._refused is not None:
+            self._refused.close()
         self.socket.close()
 
 

@@ -12,12 +12,13 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import zmq
 
+from wire.curve import require_key
 from wire.heartbeat import Heartbeat
 from wire.messages import Refused, Status, pack_keys
 from wire.metrics import Metrics
@@ -50,15 +51,26 @@ class WorkerConfig:
     page_tokens: int = option(256, help="tokens in a KV page")
     num_pages: int = option(1024, help="KV pages; one is reserved")
     num_slots: int = option(129, help="sequence slots; one is reserved")
-    transport: str = option("zeromq", choices=("zeromq",), help="how KV travels")
+    transport: str = option(
+        "auto", choices=("auto", "zeromq", "shm"), help="how KV travels; auto: shared memory on one host if it can be mapped"
+    )
+    lanes: int = option(1, help="connections to each peer over ZeroMQ; more pay off with two free cores for each")
+    kv_floor: float = option(0.0, help="GB/s that a peer must take in its test to be used; 0: any speed will do")
     threads: int = option(1, help="CPU threads of the model")
+    cluster_key: str = option(
+        "", help="file of the cluster's key (scripts/make_keys.py): only members are talked to, encrypted"
+    )
+    insecure: bool = option(False, help="listen beyond this host without a key: whoever can connect is served")
 
     def __post_init__(self) -> None:
         if not self.router.startswith("tcp://"):
             raise ValueError(f"--router is {self.router!r}; it must be the router's inbox, tcp://HOST:PORT")
         if self.host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"--host {self.host} also needs --advertise: the name the router and other workers reach it by")
-        self.require(num_pages=2, num_slots=2, page_tokens=1, threads=1)
+        require_key("--host", self.host, self.cluster_key, self.insecure)
+        self.require(num_pages=2, num_slots=2, page_tokens=1, threads=1, lanes=1, kv_floor=0)
+        if self.lanes > 8:
+            raise ValueError(f"--lanes is {self.lanes}; more than 8 connections to a peer only cost")
         if not 0 <= self.port < 65536:
             raise ValueError(f"--port is {self.port}; ports are 0 to 65535")
 
@@ -115,10 +127,8 @@ class Model(Protocol):
 class Bulk(Protocol):
     """What a worker watches and reports of its KV transport."""
 
-    @property
-    def bad_frames(self) -> int: ...
-    @property
-    def late_frames(self) -> int: ...
+    def counters(self) -> Mapping[str, int]: ...
+    def gauges(self) -> Mapping[str, float]: ...
     def fileno(self) -> int: ...
 
 
@@ -191,8 +201,13 @@ class Presence:
         counts = self._counts()
         for name, value in counts.items():
             self.metrics.set(name, value)
-        self.metrics.total("bad_frames", self.inbox.bad_frames + self._bulk.bad_frames)
-        self.metrics.total("late_frames", self._bulk.late_frames)
+        bulk = dict(self._bulk.counters())
+        self.metrics.total("bad_frames", self.inbox.bad_frames + bulk.pop("bad_frames", 0))
+        for name, amount in bulk.items():
+            self.metrics.total(name, amount)
+        for name, gauge in self._bulk.gauges().items():
+            self.metrics.set(name, gauge)
+        self.metrics.total("refused_peers", self.inbox.refused_peers)
         self.metrics.total("dropped_messages", self.outbox.dropped)
         load = {**self._facts, **counts, "tokens_per_s": self._rate.per_s(now_s)}
         self._turn += 1
@@ -219,8 +234,8 @@ def serve(role: str, config: WorkerConfig, build: Callable[[zmq.Context[Any]], W
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    context = open_context()
     try:
+        context = open_context(config.cluster_key)
         worker = build(context)
     except (OSError, ValueError, RuntimeError, KeyError, zmq.ZMQError) as error:
         print(f"{role} cannot start with --model {config.model}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

@@ -1,14 +1,15 @@
 """Transports that move KV bytes between arenas; they know bytes and keys, no model and no message.
 
-Push, into memory that the receiver has granted: that one shape fits sockets, shared memory and RDMA. A transport has
-its own thread for bulk, so none of its methods waits on a peer.
+Push, into memory that the receiver has granted. A transport works beside its owner, in a process or a thread of its
+own, so none of its methods waits on anything. That has one consequence which everything above is built on: memory that
+a hand-off has used comes back to its owner when the transport says so (Wrote, Lost or Drained), never earlier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kvtransfer.arena import Arena
@@ -34,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Wrote:
-    """All spans of one `write` have left the arena, which may change again. Not proof that they have landed."""
+    """All spans of one `write` are in the peer's memory, and ours is not read for it any more."""
 
     key: Key
     num_spans: int
@@ -53,74 +54,113 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What was queued of `key` can not be sent and has been dropped."""
+    """Nothing of `key` can be sent any more: what was queued is dropped, and our memory is not read for it any more."""
 
     key: Key
     reason: str
 
 
-Event = Wrote | Landed | Lost
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The answer to `revoke` and `cancel`: nothing of `key` is written into, or read from, our memory any more."""
+
+    key: Key
+
+
+Event = Wrote | Landed | Lost | Drained
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Said by Sender and Receiver: the memory of a hand-off that was closed is its owner's again."""
+
+    key: Key
+
+
+MAX_WRITE_SPANS = 4096  # of one `write`
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What was found out about a peer when it was first written to."""
+
+    path: str  # "zeromq" or "shm"
+    gb_per_s: float  # of the self-test
+    reason: str  # why not the faster one, or why it is not used at all; "" when there is nothing to say
+    usable: bool  # not slower than the floor that is configured
 
 
 class Transport(Protocol):
     """One per process and arena. Methods may be called from one thread, beside the transport's own."""
 
-    @property
-    def bad_frames(self) -> int:
-        """Frames that were dropped: not of this protocol, never expected, or not inside their window."""
-        ...
-
-    @property
-    def late_frames(self) -> int:
-        """Frames that were dropped because their window had been closed: an abort's ordinary wake."""
-        ...
-
     def address(self) -> str:
         """How a peer reaches this arena; goes into Grant."""
         ...
 
-    def expect(self, key: Key, slot: int, pages: Sequence[int]) -> None:
-        """Opens the window of `key`: from now on bytes of it may land in this slot and these pages, nowhere else.
+    def expect(self, key: Key, slot: int, pages: Sequence[int], seal: bytes = b"") -> None:
+        """Opens the window of `key`: from now on bytes of it may land in this slot and these pages, nowhere else, and
+        each only once. With a `seal` (16 or 32 secret bytes, for this key alone) only what is sealed with it.
 
         Raises ValueError for a number that is not a row of this arena, or is 0.
         """
         ...
 
     def revoke(self, key: Key) -> None:
-        """Closes the window; after it returns no byte of `key` can land any more. No error when there is none."""
+        """Closes the window. Drained follows, behind every Landed of `key`; also when there is no window."""
         ...
 
-    def write(self, peer: str, key: Key, spans: Sequence[Span]) -> None:
-        """Queues spans for the arena that listens at `peer`; ends in one Wrote or Lost. Never waits.
+    def write(self, peer: str, key: Key, spans: Sequence[Span], seal: bytes = b"") -> None:
+        """Queues spans for the arena that listens at `peer`; ends in one Wrote, or one Lost for all writes of `key`.
 
-        Raises ValueError for a span outside this arena: nothing is queued then.
+        Raises ValueError for a span outside this arena, or more than MAX_WRITE_SPANS: nothing is queued then.
         """
         ...
 
     def cancel(self, key: Key) -> None:
-        """Drops what is queued of `key`; after it returns the arena is not read for it any more."""
+        """Drops what is queued of `key`. Drained follows, also when there is nothing; no Wrote and no Lost any more."""
         ...
 
     def poll(self) -> list[Event]:
-        """What happened since the last call, in order."""
+        """What happened since the last call, in order. Raises RuntimeError when the transport itself has died."""
         ...
 
     def fileno(self) -> int:
         """A descriptor that is readable while `poll` has something."""
         ...
 
+    def counters(self) -> Mapping[str, int]:
+        """bad_frames: dropped, because not of this protocol, never expected, or not inside their window. late_frames:
+        dropped because their window had been closed, an abort's ordinary wake. And what else a transport counts."""
+        ...
+
+    def links(self) -> Mapping[str, Link]:
+        """By peer: those that were written to, as long as there is a connection."""
+        ...
+
+    def gauges(self) -> Mapping[str, float]:
+        """The links in numbers, for /metrics."""
+        ...
+
     def close(self) -> None:
-        """Ends the thread and frees the port. What is queued is dropped."""
+        """Ends the transport and frees the port. What is queued is dropped."""
         ...
 
 
-def open_transport(name: str, context: Any, arena: Arena, host: str, advertise: str) -> Transport:
-    """The transport called `name`, listening on `host`; peers are told `advertise`, or `host` when that is empty.
+@dataclass(frozen=True, slots=True)
+class BulkOptions:
+    """How bulk travels. `path`: "auto" takes shared memory where the peer's arena can be mapped and passes its test."""
 
-    Raises ValueError for a name that there is no transport of.
+    path: str = "auto"  # "auto", "zeromq" or "shm"
+    lanes: int = 1  # connections to a peer; more pay off with two free cores for each
+    floor_gb_per_s: float = 0.0  # a peer whose self-test is slower is not used; 0: any speed will do
+    stall_s: float = 10.0  # a peer that takes nothing for so long loses what is queued for it
+
+
+def open_transport(arena: Arena, host: str, advertise: str, options: BulkOptions) -> Transport:
+    """A transport for `arena`, listening on `host`; peers are told `advertise`, or `host` when that is empty.
+
+    Memory of the CPU is moved by a process of its own, which the interpreter of this one cannot slow down.
     """
-    if name == "zeromq":
-        from kvtransfer.transports.zeromq import ZeroMQTransport
+    from kvtransfer.transports.bulk import BulkTransport
 
-        return ZeroMQTransport(context, arena, host, advertise)
-    raise ValueError(f"no transport is called {name!r}; there is 'zeromq'")
+    return BulkTransport(arena, host, advertise, options)

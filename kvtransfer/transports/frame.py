@@ -1,52 +1,159 @@
-"""One bulk message: a header that says whose bytes these are and where they go, then the bytes, in one ZeroMQ frame.
+"""The messages on a bulk connection, byte for byte. A sender's lane is a DEALER, a receiver's port a ROUTER.
 
-Header, little-endian: magic, attempt u32, rid u64, number of spans u32; then per span kind u8 (0 page, 1 slot) and three
-bytes of padding, destination number u32, offset u32, nbytes u32. One frame and not two, because a message costs 10-20 us
-a frame and the sender packs anyway.
+    HELLO    sender -> receiver   who I am, and where my memory is if you can map it
+    WELCOME  receiver -> sender   which path it is to be, and why
+    CHUNK    sender -> receiver   a header, then the bytes in frames of their own (path "zeromq"), or the header alone:
+                                  then the receiver fetches the bytes from the sender's memory (path "shm")
+    ACK      receiver -> sender   that chunk's bytes are in place, or why not
+
+Little-endian throughout. A chunk's spans fill its payload frames in order, and none lies across two: a large span is a
+frame by itself, straight out of the arena, and small ones share a frame that was packed.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from kvtransfer.transports import Key, Place
-from kvtransfer.transports.memory import Bytes
+from kvtransfer.sharing import NAME_BYTES
+from kvtransfer.transports import Key, Place, Span
 
 MAX_SPANS = 4096
-_MAGIC = b"pdK1"
-_PREFIX = struct.Struct("<4sIQI")
-_SPAN = struct.Struct("<BxxxIII")
+MAX_FRAMES = 64  # of payload in one chunk
+PATHS = ("zeromq", "shm")
+LANDED, LATE, REFUSED = range(3)  # what an ACK says
 _KINDS = ("page", "slot")
-MAX_HEADER_BYTES = _PREFIX.size + MAX_SPANS * _SPAN.size
+_HELLO = struct.Struct(f"<4sIIQ{NAME_BYTES}sIIII")
+_WELCOME = struct.Struct("<4sB")
+_CHUNK = struct.Struct(f"<4sBxxxIQQ{NAME_BYTES}sI")
+_SPAN = struct.Struct("<BxxxIIII")
+_ACK = struct.Struct("<4sBxxxQ")
+_MAX_REASON_BYTES = 500
+MAX_HEADER_BYTES = _CHUNK.size + MAX_SPANS * _SPAN.size
 
 
 class BadFrame(ValueError):
     """Bytes that are not a bulk message, or one that nobody here has asked for."""
 
 
-def pack_header(key: Key, places: Sequence[Place]) -> bytes:
-    """The header of a message. Raises struct.error for a key or number that does not fit its field."""
-    rid, attempt = key
-    spans = [_SPAN.pack(_KINDS.index(kind), number, offset, nbytes) for kind, number, offset, nbytes in places]
-    return _PREFIX.pack(_MAGIC, attempt, rid, len(spans)) + b"".join(spans)
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """`pid` and `fd` lead to the sender's memory on this host (fd 0: it has none to share); `rows` are its sizes."""
+
+    pid: int
+    fd: int
+    memory_bytes: int
+    memory_name: bytes
+    rows: dict[str, tuple[int, int]]  # kind -> (rows, bytes of one)
 
 
-def unpack(frame: memoryview) -> tuple[Key, tuple[Place, ...], Bytes]:
-    """Key, places and payload (a view) of a message. Raises BadFrame, and only that, whatever the bytes are."""
-    if len(frame) < _PREFIX.size:
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`probe`: the bytes are for nobody, only their speed counts. `memory_name`: whose memory to fetch from, b"" when the
+    bytes come along. `number` is unique in the sender's process."""
+
+    key: Key
+    number: int
+    spans: tuple[Span, ...]
+    memory_name: bytes = b""
+    probe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    number: int
+    status: int
+
+
+def pack_hello(hello: Hello) -> bytes:
+    pages, slots = hello.rows["page"], hello.rows["slot"]
+    return _HELLO.pack(b"pdH2", hello.pid, hello.fd, hello.memory_bytes, hello.memory_name, *pages, *slots)
+
+
+def unpack_hello(frame: bytes | memoryview) -> Hello:
+    """Raises BadFrame, and only that, whatever the bytes are; so do the other three."""
+    if len(frame) != _HELLO.size:
+        raise BadFrame(f"{len(frame)} bytes are no hello")
+    magic, pid, fd, memory_bytes, name, *rows = _HELLO.unpack(frame)
+    if magic != b"pdH2":
+        raise BadFrame("not a hello of this protocol")
+    if fd and rows[0] * rows[1] + rows[2] * rows[3] != memory_bytes:
+        raise BadFrame("rows and memory differ in size")
+    return Hello(pid, fd, memory_bytes, name, {"page": (rows[0], rows[1]), "slot": (rows[2], rows[3])})
+
+
+def pack_welcome(welcome: Welcome) -> bytes:
+    reason = welcome.reason.encode()[:_MAX_REASON_BYTES]
+    return _WELCOME.pack(b"pdW2", PATHS.index(welcome.path)) + reason
+
+
+def unpack_welcome(frame: bytes | memoryview) -> Welcome:
+    if not _WELCOME.size <= len(frame) <= _WELCOME.size + _MAX_REASON_BYTES:
+        raise BadFrame(f"{len(frame)} bytes are no welcome")
+    magic, path = _WELCOME.unpack_from(frame)
+    if magic != b"pdW2" or path >= len(PATHS):
+        raise BadFrame("not a welcome of this protocol")
+    return Welcome(PATHS[path], bytes(frame[_WELCOME.size :]).decode(errors="replace"))
+
+
+def pack_chunk(chunk: Chunk) -> bytes:
+    """Raises struct.error for a key or number that does not fit its field."""
+    rid, attempt = chunk.key
+    flags = (1 if chunk.memory_name else 0) | (2 if chunk.probe else 0)
+    spans = [_SPAN.pack(_KINDS.index(s.kind), s.dst, s.offset, s.nbytes, s.src) for s in chunk.spans]
+    name = chunk.memory_name or bytes(NAME_BYTES)
+    return _CHUNK.pack(b"pdK2", flags, attempt, rid, chunk.number, name, len(spans)) + b"".join(spans)
+
+
+def unpack_chunk(frame: bytes | memoryview) -> Chunk:
+    if not _CHUNK.size < len(frame) <= MAX_HEADER_BYTES:
         raise BadFrame(f"{len(frame)} bytes are no header")
-    magic, attempt, rid, count = _PREFIX.unpack_from(frame)
-    header_bytes = _PREFIX.size + count * _SPAN.size
-    if magic != _MAGIC or not 0 < count <= MAX_SPANS or len(frame) < header_bytes:
-        raise BadFrame("not a bulk message of this protocol")
-    places = []
-    for kind, number, offset, nbytes in _SPAN.iter_unpack(frame[_PREFIX.size : header_bytes]):
+    magic, flags, attempt, rid, number, name, count = _CHUNK.unpack_from(frame)
+    if magic != b"pdK2" or flags > 3 or len(frame) != _CHUNK.size + count * _SPAN.size:
+        raise BadFrame("not a chunk of this protocol")
+    spans = []
+    for kind, dst, offset, nbytes, src in _SPAN.iter_unpack(frame[_CHUNK.size :]):
         if kind >= len(_KINDS) or nbytes == 0:
             raise BadFrame(f"a span of kind {kind} and {nbytes} bytes")
-        places.append((_KINDS[kind], number, offset, nbytes))
-    if len(frame) - header_bytes != sum(place[3] for place in places):
-        raise BadFrame("payload and spans differ in length")
-    return (rid, attempt), tuple(places), np.frombuffer(frame, dtype=np.uint8)[header_bytes:]
+        spans.append(Span(_KINDS[kind], src, dst, offset, nbytes))
+    return Chunk((rid, attempt), number, tuple(spans), name if flags & 1 else b"", bool(flags & 2))
+
+
+def pack_ack(ack: Ack) -> bytes:
+    return _ACK.pack(b"pdA2", ack.status, ack.number)
+
+
+def unpack_ack(frame: bytes | memoryview) -> Ack:
+    if len(frame) != _ACK.size:
+        raise BadFrame(f"{len(frame)} bytes are no ack")
+    magic, status, number = _ACK.unpack(frame)
+    if magic != b"pdA2" or status not in (LANDED, LATE, REFUSED):
+        raise BadFrame("not an ack of this protocol")
+    return Ack(number, status)
+
+
+def split_payload(spans: Sequence[Span], frames: Sequence[memoryview]) -> list[memoryview]:
+    """The bytes of each span (views). Raises BadFrame when spans and frames do not fit together."""
+    parts: list[memoryview] = []
+    used, at = 0, 0
+    for span in spans:
+        if used < len(frames) and at == len(frames[used]):
+            used, at = used + 1, 0
+        if used == len(frames) or at + span.nbytes > len(frames[used]):
+            raise BadFrame("payload and spans differ in length")
+        parts.append(frames[used][at : at + span.nbytes])
+        at += span.nbytes
+    if used != len(frames) - 1 or at != len(frames[used]):
+        raise BadFrame("more payload than spans")
+    return parts
+
+
+def places(spans: Sequence[Span]) -> tuple[Place, ...]:
+    return tuple(span.place for span in spans)

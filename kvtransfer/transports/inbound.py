@@ -1,89 +1,217 @@
-"""The receiving half of the ZeroMQ transport: windows that were granted, and the one place that writes into the arena."""
+"""The receiving half of the bulk engine: windows that were granted, and the one place that writes into the arena."""
 
 from __future__ import annotations
 
-import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import zmq
 
 from kvtransfer.digest import combine, span_digest
+from kvtransfer.sharing import SharedMemory
 from kvtransfer.tombstones import Tombstones
-from kvtransfer.transports import Event, Key, Landed, Place
-from kvtransfer.transports.frame import BadFrame, unpack
-from kvtransfer.transports.memory import Memory
+from kvtransfer.transports import Drained, Event, Key, Landed, Place
+from kvtransfer.transports.counters import Counters
+from kvtransfer.transports.frame import (
+    LANDED,
+    LATE,
+    REFUSED,
+    Ack,
+    BadFrame,
+    Chunk,
+    Hello,
+    Welcome,
+    pack_ack,
+    pack_welcome,
+    places,
+    split_payload,
+    unpack_chunk,
+    unpack_hello,
+)  # fmt: skip
+from kvtransfer.transports.memory import Bytes, CpuMemory, Memory, Rows, shared_rows
+from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, Seal, tag_digest
 
-_BURST = 8  # messages taken before sending gets its turn
+_BURST = 4  # messages taken before sending gets its turn
 _REMEMBERED = 4096  # closed windows: what is under way when one closes comes soon after
+_MAX_MAPPED = 64  # arenas of peers; workers come and go
+_SCRATCH_BYTES = 4 << 20
+_BESIDE_BYTES = 128 << 10  # less is digested sooner than handed to another thread
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Window:
     slot: int
     pages: frozenset[int]
-    mark: Any  # what the granted memory was last used for, on a device
+    mark: int  # what the granted memory was last used for, on a device
+    seal: Seal | None
+    landed: set[Place] = field(default_factory=set)
+    numbers: set[int] = field(default_factory=set)  # of the chunks that landed
 
-    def holds(self, place: Place, rows: dict[str, tuple[int, int]]) -> bool:
+    def holds(self, place: Place, rows: Rows) -> bool:
         kind, number, offset, nbytes = place
         granted = number in self.pages if kind == "page" else number == self.slot
-        return granted and offset + nbytes <= rows[kind][1]
+        return granted and offset + nbytes <= rows[kind][1] and place not in self.landed
 
 
 class Inbound:
-    """`expect` and `revoke` belong to the owner's thread, `receive` to the transport's."""
+    """`path` is what this side agrees to: "auto", "zeromq" or "shm"."""
 
-    def __init__(self, memory: Memory, rows: dict[str, tuple[int, int]], emit: Callable[[Event], None]) -> None:
-        self.bad_frames = 0
-        self.late_frames = 0
+    def __init__(self, memory: Memory, rows: Rows, path: str, counters: Counters, emit: Callable[[Event], None]) -> None:
         self._memory = memory
-        self._rows = rows  # kind -> (rows in our arena, bytes of one)
+        self._rows = rows
+        self._path = path
+        self._counters = counters
         self._emit = emit
         self._windows: dict[Key, _Window] = {}
         self._revoked = Tombstones(_REMEMBERED)
-        self._landing = threading.Lock()  # held while bytes are copied: revoke() waits for the copy, and no copy follows
+        self._mapped: OrderedDict[bytes, tuple[Hello, CpuMemory]] = OrderedDict()  # by the memory's name
+        self._beside = ThreadPoolExecutor(1, "digest")  # digests of large spans are made while the next one is copied
+        self._scratch = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
 
-    def expect(self, key: Key, slot: int, pages: Sequence[int]) -> None:
-        for kind, numbers in (("page", pages), ("slot", [slot])):
-            if not all(0 < number < self._rows[kind][0] for number in numbers):
-                raise ValueError(f"{kind}s {numbers} cannot be granted: ours are 1..{self._rows[kind][0] - 1}")
-        self._windows[key] = _Window(slot, frozenset(pages), self._memory.mark())
+    def expect(self, key: Key, slot: int, pages: Sequence[int], mark: int, secret: bytes) -> None:
+        self._windows[key] = _Window(slot, frozenset(pages), mark, Seal(secret) if secret else None)
 
     def revoke(self, key: Key) -> None:
-        with self._landing:
-            if self._windows.pop(key, None) is not None:
-                self._revoked.add(key)
+        if self._windows.pop(key, None) is not None:
+            self._revoked.add(key)
+        self._emit(Drained(key))
 
-    def receive(self, socket: zmq.Socket[bytes]) -> None:
-        """Lands the messages that are here now, a few at most. A bad one is counted and dropped."""
+    def close(self) -> None:
+        self._beside.shutdown()
+
+    def receive(self, socket: zmq.Socket[bytes], before_landing: Callable[[], None]) -> None:
+        """Takes the messages that are here now, a few at most. A bad one is counted, dropped, and answered so that an
+        honest sender of it need not wait. `before_landing` brings the windows up to date: what is received may have been
+        granted a moment ago."""
         for _ in range(_BURST):
             try:
-                frame = socket.recv(zmq.NOBLOCK, copy=False)
+                identity, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            more = frame.more
-            while more:  # ours have one part; the others of a message are always here already
-                more = socket.recv(zmq.NOBLOCK, copy=False).more
-            try:
-                if frame.more:
-                    raise BadFrame("more than one part")
-                self._land(frame.buffer)
-            except BadFrame:
-                self.bad_frames += 1
+            before_landing()
+            reply = self._answer([frame.buffer for frame in frames])
+            if reply:
+                socket.send_multipart([identity.bytes, reply], zmq.NOBLOCK)
 
-    def _land(self, frame: memoryview) -> None:
-        key, places, payload = unpack(frame)
-        with self._landing:
-            window = self._windows.get(key)
-            if window is None and key in self._revoked:
-                self.late_frames += 1
-                return
-            if window is None:
-                raise BadFrame(f"nothing is expected of {key}")
-            for place in places:
-                if not window.holds(place, self._rows):
-                    raise BadFrame(f"{place} was not granted to {key}")
-            landed = self._memory.scatter(places, payload, window.mark)
-        digests = (span_digest(key, *place[:3], data.data) for place, data in zip(places, landed, strict=True))
-        self._emit(Landed(key, places, combine(digests)))
+    def _answer(self, frames: list[memoryview]) -> bytes:
+        """The reply to one message, b"" when it deserves none."""
+        header = bytes(frames[0]) if frames else b""
+        try:
+            if header[:4] == b"pdH2":
+                return pack_welcome(self._welcome(unpack_hello(header)))
+            chunk = unpack_chunk(header)
+        except BadFrame:
+            self._counters.add("bad_frames")
+            return b""
+        try:
+            status = self._probe(chunk, frames[1:]) if chunk.probe else self._land(chunk, header, frames[1:])
+        except BadFrame:
+            self._counters.add("bad_frames")
+            status = REFUSED
+        return pack_ack(Ack(chunk.number, status))
+
+    def _welcome(self, hello: Hello) -> Welcome:
+        """Which path a new peer's bytes are to take: the fast one when its memory can be mapped."""
+        if self._path == "zeromq":
+            return Welcome("zeromq", "shared memory is switched off at the receiver")
+        if not hello.fd:
+            return Welcome("zeromq", "the sender has no memory to share")
+        try:
+            foreign = SharedMemory.open_foreign(hello.pid, hello.fd, hello.memory_bytes, hello.memory_name)
+        except (OSError, ValueError) as error:
+            return Welcome("zeromq", f"the sender's memory cannot be mapped: {error}")
+        foreign.close_descriptor()
+        self._mapped[hello.memory_name] = hello, CpuMemory(shared_rows(foreign, hello.rows))
+        if len(self._mapped) > _MAX_MAPPED:
+            self._mapped.popitem(last=False)
+        return Welcome("shm", "")
+
+    def _probe(self, chunk: Chunk, frames: list[memoryview]) -> int:
+        """A copy as good as any, to memory that is nobody's."""
+        parts = self._fetch(chunk) if chunk.memory_name else [np.frombuffer(frame, dtype=np.uint8) for frame in frames]
+        for part in parts:
+            room = self._scratch[: len(part)]
+            room[:] = part[: len(room)]
+        return LANDED
+
+    def _land(self, chunk: Chunk, header: bytes, frames: list[memoryview]) -> int:
+        window = self._windows.get(chunk.key)
+        if window is None:
+            if chunk.key not in self._revoked:
+                raise BadFrame(f"nothing is expected of {chunk.key}")
+            self._counters.add("late_frames")
+            return LATE
+        if chunk.number in window.numbers:  # sent again because our answer was lost
+            self._counters.add("repeated_frames")
+            return LANDED
+        wanted = places(chunk.spans)
+        if len(set(wanted)) != len(wanted) or not all(window.holds(place, self._rows) for place in wanted):
+            raise BadFrame(f"not all of {wanted} was granted to {chunk.key} and is still missing")
+        digest = self._write(window, chunk, wanted, header, frames)
+        window.landed.update(wanted)
+        window.numbers.add(chunk.number)
+        self._emit(Landed(chunk.key, wanted, digest))
+        return LANDED
+
+    def _write(self, window: _Window, chunk: Chunk, wanted: tuple[Place, ...], header: bytes, frames: list[memoryview]) -> int:
+        """Puts a chunk's bytes in their places; gives their digest."""
+        if chunk.memory_name:
+            if window.seal is not None:
+                _check_header(window.seal, chunk, header, frames)
+            elif frames:
+                raise BadFrame("a chunk of shared memory with bytes of its own")
+            parts = self._fetch(chunk)
+        elif window.seal is not None:
+            return self._unseal(window, chunk, wanted, header, frames)
+        else:
+            parts = [np.frombuffer(part, dtype=np.uint8) for part in split_payload(chunk.spans, frames)]
+        digests = []
+        for at, data in zip(wanted, self._memory.scatter(wanted, parts, window.mark), strict=True):
+            digest = partial(span_digest, chunk.key, *at[:3], data.data)
+            digests.append(self._beside.submit(digest).result if len(data) >= _BESIDE_BYTES else digest)
+        return combine(digest() for digest in digests)
+
+    def _fetch(self, chunk: Chunk) -> list[Bytes]:
+        """The bytes of a chunk in its sender's memory (views)."""
+        if chunk.memory_name not in self._mapped:
+            raise BadFrame("a chunk of memory that is not mapped here")
+        hello, memory = self._mapped[chunk.memory_name]
+        self._mapped.move_to_end(chunk.memory_name)
+        for span in chunk.spans:
+            count, row_bytes = hello.rows[span.kind]
+            if span.src >= count or span.offset + span.nbytes > row_bytes:
+                raise BadFrame(f"{span} is not inside the sender's memory")
+        return [memory.direct((span.kind, span.src, span.offset, span.nbytes), 0) for span in chunk.spans]
+
+    def _unseal(self, window: _Window, chunk: Chunk, wanted: tuple[Place, ...], header: bytes, frames: list[memoryview]) -> int:
+        """Decrypts frame by frame: a large span straight into its place, small ones by way of a buffer."""
+        assert window.seal is not None
+        inner = [frame[:-TAG_BYTES] if len(frame) > TAG_BYTES else frame[:0] for frame in frames]
+        split_payload(chunk.spans, inner)  # only for its check
+        at = 0
+        for index, (sealed, data) in enumerate(zip(frames, inner, strict=True)):
+            spans = chunk.spans[at:]
+            group: list[Place] = []
+            while sum(place[3] for place in group) < len(data):
+                group.append(spans[len(group)].place)
+            at += len(group)
+            target = self._memory.direct(group[0], window.mark) if len(group) == 1 else None
+            plain = target if target is not None else np.empty(len(data), dtype=np.uint8)
+            window.seal.open_into(chunk.number, index, sealed, header, plain)
+            if target is None:
+                parts = np.split(plain, np.cumsum([place[3] for place in group[:-1]]))
+                for _ in self._memory.scatter(group, parts, window.mark):
+                    pass
+        return combine(tag_digest(frame) for frame in frames)
+
+
+def _check_header(seal: Seal, chunk: Chunk, header: bytes, frames: Sequence[memoryview]) -> None:
+    if len(frames) != 1:
+        raise BadFrame("a sealed chunk of shared memory has one tag")
+    nothing: Any = np.empty(0, dtype=np.uint8)
+    seal.open_into(chunk.number, NO_PAYLOAD, frames[0], header, nothing)

@@ -1,39 +1,42 @@
-"""An arena as a transport sees it: packing spans into a host buffer and unpacking them, for CPU and CUDA memory."""
+"""CPU memory as a transport sees it: rows of bytes, of this process or of a peer that was mapped."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from kvtransfer.sharing import SharedMemory
 from kvtransfer.transports import Place
 
-if TYPE_CHECKING:
-    from kvtransfer.arena import Arena
-
 Bytes = NDArray[np.uint8]
+Rows = dict[str, tuple[int, int]]  # kind -> (rows, bytes of one)
 
 
 class Memory(Protocol):
-    """Used by one thread, except `mark`, which belongs to the thread that computes."""
+    """Used by the transport's thread, except `mark`, which belongs to the thread that computes."""
 
-    def mark(self) -> Any:
-        """A point in the computing thread's work; what was issued before it is done before a copy given it starts."""
+    def mark(self) -> int:
+        """Names a point in the computing thread's work; a copy that is given it starts after what was issued before."""
+        ...
+
+    def direct(self, place: Place, mark: int) -> Bytes | None:
+        """The very bytes of a place, to be sent from or written to; None where a host cannot touch them."""
         ...
 
     def buffer(self, nbytes: int) -> Bytes:
         """A fresh uint8 host buffer that `gather` writes to fast; it may be handed to a socket without a copy."""
         ...
 
-    def gather(self, places: Sequence[Place], out: Bytes, mark: Any) -> None:
+    def gather(self, places: Sequence[Place], out: Bytes, mark: int) -> None:
         """Packs the bytes of `places`, one after the other, into `out`; done when it returns."""
         ...
 
-    def scatter(self, places: Sequence[Place], data: Bytes, mark: Any) -> list[Bytes]:
-        """Unpacks `data` to `places`; done when it returns. Gives per place the bytes that a digest is to be made of.
+    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int) -> Iterator[Bytes]:
+        """Puts `parts` to `places`; done when it is exhausted. Gives per place the bytes that a digest is to be made of,
+        one by one, so that they are still in the cache.
 
         In CPU memory these are the arena's own bytes, so that the digest covers what really landed. From a device they
         would have to come back over PCIe: there they are the received bytes, and the copy is trusted.
@@ -42,76 +45,40 @@ class Memory(Protocol):
 
 
 class CpuMemory:
-    """Numpy views over the arena's tensors: one copy a span, without torch's cost per slice."""
+    """Numpy views over rows: one copy a span, without torch's cost per slice."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._rows: dict[str, Bytes] = {"page": arena.pages.numpy(), "slot": arena.slots.numpy()}
+    def __init__(self, rows: Mapping[str, Bytes]) -> None:
+        self._rows = rows
 
-    def mark(self) -> None:
-        return None
+    def mark(self) -> int:
+        return 0
+
+    def direct(self, place: Place, mark: int) -> Bytes:
+        kind, number, offset, nbytes = place
+        return self._rows[kind][number, offset : offset + nbytes]
 
     def buffer(self, nbytes: int) -> Bytes:
         return np.empty(nbytes, dtype=np.uint8)
 
-    def gather(self, places: Sequence[Place], out: Bytes, mark: None) -> None:
+    def gather(self, places: Sequence[Place], out: Bytes, mark: int) -> None:
         at = 0
-        for kind, number, offset, nbytes in places:
-            out[at : at + nbytes] = self._rows[kind][number, offset : offset + nbytes]
-            at += nbytes
+        for place in places:
+            out[at : at + place[3]] = self.direct(place, mark)
+            at += place[3]
 
-    def scatter(self, places: Sequence[Place], data: Bytes, mark: None) -> list[Bytes]:
-        landed, at = [], 0
-        for kind, number, offset, nbytes in places:
-            target = self._rows[kind][number, offset : offset + nbytes]
-            target[:] = data[at : at + nbytes]
-            landed.append(target)
-            at += nbytes
-        return landed
+    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int) -> Iterator[Bytes]:
+        for place, part in zip(places, parts, strict=True):
+            target = self.direct(place, mark)
+            target[:] = part
+            yield target
 
 
-class CudaMemory:
-    """Packs on the device, crosses PCIe once a message through pinned memory, on a stream of its own."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._rows = {"page": arena.pages, "slot": arena.slots}
-        self._device = arena.pages.device
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._staging = torch.empty(0, dtype=torch.uint8)
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def buffer(self, nbytes: int) -> Bytes:
-        pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-        return pinned
-
-    def gather(self, places: Sequence[Place], out: Bytes, mark: torch.cuda.Event) -> None:
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(mark)
-            packed = torch.cat(self._views(places))
-            torch.from_numpy(out).copy_(packed, non_blocking=True)
-            self._stream.synchronize()
-
-    def scatter(self, places: Sequence[Place], data: Bytes, mark: torch.cuda.Event) -> list[Bytes]:
-        if self._staging.numel() < data.nbytes:
-            self._staging = torch.empty(data.nbytes, dtype=torch.uint8, pin_memory=True)
-        pinned: Bytes = self._staging[: data.nbytes].numpy()
-        pinned[:] = data
-        sizes = [place[3] for place in places]
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(mark)
-            packed = self._staging[: data.nbytes].to(self._device, non_blocking=True)
-            for target, source in zip(self._views(places), torch.split(packed, sizes), strict=True):
-                target.copy_(source)
-            self._stream.synchronize()
-        return np.split(pinned, np.cumsum(sizes[:-1]))
-
-    def _views(self, places: Sequence[Place]) -> list[torch.Tensor]:
-        return [self._rows[kind][number, offset : offset + nbytes] for kind, number, offset, nbytes in places]
-
-
-def memory_of(arena: Arena) -> Memory:
-    """The way into `arena`'s memory, by its device."""
-    return CudaMemory(arena) if arena.pages.is_cuda else CpuMemory(arena)
+def shared_rows(memory: SharedMemory, rows: Rows) -> dict[str, Bytes]:
+    """The pages and slots in a shared arena: uint8 [rows, row_bytes] of each kind, pages first."""
+    views, at = {}, 0
+    for kind in ("page", "slot"):
+        count, row_bytes = rows[kind]
+        flat: Any = np.frombuffer(memory.map, dtype=np.uint8, count=count * row_bytes, offset=at)
+        views[kind] = flat.reshape(count, row_bytes)
+        at += count * row_bytes
+    return views

@@ -1,211 +1,332 @@
-"""The sending half of the ZeroMQ transport: a queue and a PUSH socket per peer, so that a slow peer stalls only itself."""
+"""The sending half of the bulk engine: a few connections per peer, and credit, so that a slow peer stalls only itself.
+
+A peer is greeted when something is first written to it: HELLO, WELCOME with the path it is to be, then a test of that
+path's speed. A chunk counts against its connection's credit until it is acknowledged, so what is under way is bounded
+and our memory is known to be free again. When a connection breaks, the peer is greeted afresh and what was not
+acknowledged goes out again: the receiver knows each chunk by its number.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
-import numpy as np
 import zmq
 
-from kvtransfer.digest import combine, span_digest
-from kvtransfer.transports import Event, Key, Lost, Span, Wrote
-from kvtransfer.transports.frame import MAX_SPANS, pack_header
-from kvtransfer.transports.memory import Bytes, Memory
+from kvtransfer.transports import BulkOptions, Event, Key, Link, Span
+from kvtransfer.transports.counters import Counters
+from kvtransfer.transports.frame import (
+    LANDED,
+    LATE,
+    BadFrame,
+    Chunk,
+    Hello,
+    pack_chunk,
+    pack_hello,
+    unpack_ack,
+    unpack_welcome,
+)  # fmt: skip
+from kvtransfer.transports.jobs import Job, Jobs, Piece
+from kvtransfer.transports.memory import Memory
+from kvtransfer.transports.packer import Packer
 
-MESSAGE_BYTES = 2 << 20  # payload of one message at most, unless one span is larger: less costs wake-ups, more cache
-SEND_QUEUE = 8  # messages in libzmq's queue of one peer: with MESSAGE_BYTES, what a peer that does not read costs us
+CHUNK_BYTES = 4 << 20  # payload of one chunk at most, unless one span is larger: less costs wake-ups, more cache
+CREDIT = 4  # chunks under way on one connection: with CHUNK_BYTES, what a peer that does not read costs
+PROBE_BYTES = 16 << 20
 IDLE_S = 300.0  # an unused connection is closed: decode workers come and go
+RETEST_S = 5.0  # a peer that was too slow is tested again after so long
+_ACKS = 64  # read in one go
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """One `write`, and how far it has got."""
-
-    peer: str
-    key: Key
-    spans: Sequence[Span]
-    mark: Any
-    sent: int = 0  # spans
-    num_bytes: int = 0  # sent
-    digest: int = 0  # of what was sent
-    cancelled: bool = False
-
-
-@dataclass(slots=True)
 class Lane:
-    """One peer: its socket and the jobs that wait for it, first come first served."""
+    """One connection and what is under way on it, by chunk number (None: a probe)."""
 
     socket: zmq.Socket[bytes]
-    moved_s: float  # when the queue was last empty or got shorter
-    jobs: deque[_Job] = field(default_factory=deque)
+    monitor: zmq.Socket[bytes]
+    under_way: dict[int, Piece | None] = field(default_factory=dict)
+    trackers: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    address: str
+    moved_s: float  # when it last took something, or had nothing to take
+    lanes: list[Lane] = field(default_factory=list)
+    path: str = ""  # once it has answered our HELLO
+    why: str = ""
+    link: Link | None = None  # once its test is over
+    probe_begin_s: float = 0.0
+    probes_left: int = 0
+    probe_bytes: int = 0
+    tested_s: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return any(lane.under_way for lane in self.lanes)
 
 
 class Outbound:
-    """`write` and `cancel` belong to the owner's thread, everything else to the transport's."""
+    """Everything here belongs to the engine's thread. `report` tells the owner of a link that was tested, and with None of one
+    that is gone."""
 
     def __init__(
         self,
         context: zmq.Context[Any],
+        poller: zmq.Poller,
         memory: Memory,
-        rows: dict[str, tuple[int, int]],
-        stall_s: float,
+        hello: Hello,
+        options: BulkOptions,
+        counters: Counters,
         emit: Callable[[Event], None],
+        report: Callable[[str, Link | None], None],
     ) -> None:
         self._context = context
+        self._poller = poller
         self._memory = memory
-        self._rows = rows  # kind -> (rows in our arena, bytes of one)
-        self._stall_s = stall_s
-        self._emit = emit
-        self._new: deque[_Job] = deque()
-        self._jobs: dict[Key, list[_Job]] = {}  # not yet sent or dropped
-        self._jobs_lock = threading.Lock()
-        self._reading = threading.Lock()  # held while the arena is read: cancel() waits for it, and no read follows
-        self._lanes: dict[str, Lane] = {}
+        self._packer = Packer(memory)
+        self._hello = hello if options.path != "zeromq" else replace(hello, fd=0)
+        self._options = options
+        self._counters = counters
+        self._report = report
+        self._numbers = count(1)
+        self._jobs = Jobs(emit, self._numbers)
+        self._peers: dict[str, Peer] = {}
 
-    def write(self, peer: str, key: Key, spans: Sequence[Span]) -> None:
-        if not (0 <= key[0] < 1 << 64 and 0 <= key[1] < 1 << 32):
-            raise ValueError(f"{key}: a rid has 64 bits, an attempt 32")
-        for span in spans:
-            self._check(span)
-        job = _Job(peer, key, list(spans), self._memory.mark())
-        with self._jobs_lock:
-            self._jobs.setdefault(key, []).append(job)
-        self._new.append(job)
+    def write(self, job: Job) -> None:
+        self._jobs.add(job)
 
     def cancel(self, key: Key) -> None:
-        with self._reading, self._jobs_lock:
-            for job in self._jobs.pop(key, ()):
-                job.cancelled = True
+        self._jobs.cancel(key)
 
-    def accept(self, now_s: float) -> None:
-        """Puts what was written since the last turn into the queues."""
-        while self._new:
-            job = self._new.popleft()
-            try:
-                lane = self._lane(job.peer, now_s)
-            except zmq.ZMQError as error:
-                self._lose([job], f"cannot connect to {job.peer!r}: {error}")
-                continue
-            if not lane.jobs:
-                lane.moved_s = now_s
-            lane.jobs.append(job)
+    def turn(self, ready: set[Any], now_s: float) -> None:
+        """Reads what peers say, and sends what they have credit for: a chunk per connection."""
+        for peer in list(self._peers.values()):
+            if any(lane.monitor in ready and _broken(lane) for lane in peer.lanes):
+                self._reconnect(peer, now_s)
+            for lane in peer.lanes:
+                if lane.socket in ready:
+                    self._listen(peer, lane, now_s)
+        for address in self._jobs.peers():
+            self._serve(address, now_s)
+        self._expire(now_s)
+        self._jobs.settle()
 
-    def waiting(self) -> dict[zmq.Socket[bytes], Lane]:
-        """The lanes that have something to send, by socket."""
-        return {lane.socket: lane for lane in self._lanes.values() if lane.jobs}
-
-    def send(self, lane: Lane, now_s: float) -> None:
-        """Sends one message of the first job in a lane's queue, if it is still wanted and the pipe has room."""
-        job = lane.jobs[0]
-        try:
-            sent = job.cancelled or self._send(lane.socket, job)
-        except Exception as error:  # whatever it is (a device fault, no memory), it costs this hand-off and not the thread
-            self._lose(self._jobs.get(job.key, [job]), f"cannot be sent: {type(error).__name__}: {error}")
-            sent = True
-        if sent:
-            lane.moved_s = now_s
-        if job.cancelled:
-            lane.jobs.popleft()
-        elif job.sent == len(job.spans):
-            lane.jobs.popleft()
-            self._finish(job)
-
-    def expire(self, now_s: float) -> None:
-        """Gives up on peers that took nothing for too long; closing the socket makes a later write connect afresh."""
-        for peer, lane in list(self._lanes.items()):
-            quiet_s = now_s - lane.moved_s
-            if lane.jobs and quiet_s > self._stall_s:
-                self._lose(lane.jobs, f"{peer} took nothing for {quiet_s:.1f} s")
-            elif lane.jobs or quiet_s <= IDLE_S:
-                continue
-            lane.socket.close(linger=0)
-            del self._lanes[peer]
+    def wait_ms(self) -> int:
+        """How long the engine may sleep: 0 when something could be sent now."""
+        if any(self._can_send(self._peers[address]) for address in self._jobs.peers() if address in self._peers):
+            return 0
+        if self._jobs.closing:
+            return 5
+        return 250 if self._jobs.peers() or any(peer.busy for peer in self._peers.values()) else 10_000
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.socket.close(linger=0)
-        self._lanes.clear()
+        for peer in self._peers.values():
+            self._drop_lanes(peer)
 
-    def _send(self, socket: zmq.Socket[bytes], job: _Job) -> bool:
-        """Whether the next spans of `job`, as many as fit one message, went into the pipe or are not wanted any more."""
-        spans = _first_message(job.spans, job.sent)
-        with self._reading:
-            if job.cancelled:
-                return True
-            message, digest = self._pack(job, spans)
+    # --- a peer's life
+
+    def _serve(self, address: str, now_s: float) -> None:
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = Peer(address, now_s)
+        if not peer.lanes:
+            self._greet(peer, now_s)
+        elif peer.link is not None and not peer.link.usable and now_s - peer.tested_s < RETEST_S:
+            self._jobs.lose_peer(address, peer.link.reason)
+        elif peer.link is not None and not peer.link.usable:
+            self._test(peer, now_s)
+        elif self._can_send(peer):
+            self._send(peer, now_s)
+
+    def _greet(self, peer: Peer, now_s: float) -> None:
+        peer.path, peer.moved_s = "", now_s
         try:
-            socket.send(message.data, zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        job.sent += len(spans)
-        job.num_bytes += sum(span.nbytes for span in spans)
-        job.digest = combine((job.digest, digest))
-        return True
+            peer.lanes = [self._connect(peer.address)]
+        except zmq.ZMQError as error:
+            self._jobs.lose_peer(peer.address, f"cannot connect to {peer.address!r}: {error}")
+            self._forget(peer)
+            return
+        peer.lanes[0].socket.send(pack_hello(self._hello))
 
-    def _pack(self, job: _Job, spans: Sequence[Span]) -> tuple[Bytes, int]:
-        """A message and the digest of its payload. It is a copy: once it is made the arena is not read for it again."""
-        header = pack_header(job.key, [span.place for span in spans])
-        message = self._memory.buffer(len(header) + sum(span.nbytes for span in spans))
-        message[: len(header)] = np.frombuffer(header, dtype=np.uint8)
-        payload = message[len(header) :]
-        self._memory.gather([(span.kind, span.src, span.offset, span.nbytes) for span in spans], payload, job.mark)
-        digests, at = [], 0
-        for span in spans:
-            digests.append(span_digest(job.key, span.kind, span.dst, span.offset, payload[at : at + span.nbytes].data))
-            at += span.nbytes
-        return message, combine(digests)
+    def _welcomed(self, peer: Peer, frame: bytes, now_s: float) -> None:
+        welcome = unpack_welcome(frame)
+        if peer.path:
+            return
+        peer.path, peer.why = welcome.path, welcome.reason
+        if self._options.path == "shm" and peer.path != "shm":
+            link = Link(peer.path, 0.0, f"shared memory is asked for and cannot be had: {peer.why}", False)
+            self._tested(peer, link, now_s)
+            return
+        lanes = self._options.lanes if peer.path == "zeromq" else 1
+        peer.lanes += [self._connect(peer.address) for _ in range(lanes - 1)]
+        if peer.link is None or peer.link.path != peer.path or not peer.link.usable:
+            self._test(peer, now_s)
 
-    def _finish(self, job: _Job) -> None:
-        with self._jobs_lock:
-            mates = self._jobs.get(job.key, [])
-            if job in mates:
-                mates.remove(job)
-            if not mates:
-                self._jobs.pop(job.key, None)
-        self._emit(Wrote(job.key, len(job.spans), job.num_bytes, job.digest))
+    def _test(self, peer: Peer, now_s: float) -> None:
+        """Sends page 0, which is nobody's, a few times over all connections; the last answer ends the test."""
+        row_bytes = self._hello.rows["page"][1]
+        span = Span("page", 0, 0, 0, row_bytes)
+        spans = (span,) * max(1, min(CHUNK_BYTES // row_bytes, 16))
+        name = self._hello.memory_name if peer.path == "shm" else b""
+        peer.link, peer.probe_begin_s, peer.tested_s, peer.moved_s = None, time.perf_counter(), now_s, now_s
+        rounds = max(1, min(PROBE_BYTES // (row_bytes * len(spans)), CREDIT))
+        data = self._memory.buffer(row_bytes)
+        data[:] = 0
+        for _ in range(rounds):
+            for lane in peer.lanes:
+                chunk = Chunk((0, 0), next(self._numbers), spans, name, probe=True)
+                payload: list[Any] = [] if name else [data] * len(spans)
+                lane.socket.send_multipart([pack_chunk(chunk), *payload], copy=False)
+                lane.under_way[chunk.number] = None
+        peer.probes_left = rounds * len(peer.lanes)
+        peer.probe_bytes = peer.probes_left * row_bytes * len(spans)
 
-    def _lose(self, jobs: Sequence[_Job] | deque[_Job], reason: str) -> None:
-        """Drops every job of the keys that `jobs` belong to: a hand-off with a hole is of no use."""
-        for key in {job.key for job in jobs if not job.cancelled}:
-            with self._jobs_lock:
-                for job in self._jobs.pop(key, ()):
-                    job.cancelled = True
-            self._emit(Lost(key, reason))
+    def _tested(self, peer: Peer, link: Link, now_s: float) -> None:
+        peer.link, peer.tested_s = link, now_s
+        self._report(peer.address, link)
+        if not link.usable:
+            self._jobs.lose_peer(peer.address, link.reason)
 
-    def _lane(self, peer: str, now_s: float) -> Lane:
-        if peer not in self._lanes:
-            socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing goes into the pipe of a peer that is not there: it waits here
-            socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    def _reconnect(self, peer: Peer, now_s: float) -> None:
+        """A connection broke: starts over, and what was under way goes out again."""
+        moved_s, wanted = peer.moved_s, peer.busy or self._jobs.waiting(peer.address)
+        self._drop_lanes(peer)
+        if wanted:
+            self._greet(peer, now_s)
+            peer.moved_s = moved_s  # a peer that does nothing but break connections is not alive
+        else:
+            self._forget(peer)
+
+    def _expire(self, now_s: float) -> None:
+        """Gives up on peers that took nothing for too long, and forgets those that nothing was sent to for long."""
+        for peer in list(self._peers.values()):
+            quiet_s = now_s - peer.moved_s
+            if peer.busy or self._jobs.waiting(peer.address):
+                if quiet_s <= self._options.stall_s:
+                    continue
+                self._drop_lanes(peer)
+                self._jobs.lose_peer(peer.address, f"{peer.address} took nothing for {quiet_s:.1f} s")
+            elif quiet_s <= IDLE_S:
+                continue
+            self._drop_lanes(peer)
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        del self._peers[peer.address]
+        self._report(peer.address, None)
+
+    def _drop_lanes(self, peer: Peer) -> None:
+        for lane in peer.lanes:
+            self._poller.unregister(lane.socket)
+            self._poller.unregister(lane.monitor)
+            lane.socket.disable_monitor()
+            lane.monitor.close(linger=0)
+            lane.socket.close(linger=0)
+            for number, piece in lane.under_way.items():
+                if piece is not None:
+                    piece.trackers.append(lane.trackers[number])
+                    self._jobs.send_again(piece)
+        peer.lanes = []
+
+    # --- sending
+
+    def _can_send(self, peer: Peer) -> bool:
+        tested = peer.link is not None and peer.link.usable and peer.path
+        return bool(tested) and any(len(lane.under_way) < CREDIT for lane in peer.lanes)
+
+    def _send(self, peer: Peer, now_s: float) -> None:
+        if not peer.busy:
+            peer.moved_s = now_s
+        for lane in peer.lanes:
+            if len(lane.under_way) < CREDIT:
+                piece = self._jobs.next_piece(peer.address, CHUNK_BYTES)
+                if piece is None:
+                    return
+                try:
+                    self._send_piece(peer, lane, piece)
+                except Exception as error:  # whatever it is (a device fault, no memory), it costs this hand-off only
+                    self._jobs.lose(piece.job.key, f"cannot be sent: {type(error).__name__}: {error}")
+                    self._jobs.release(piece)
+
+    def _send_piece(self, peer: Peer, lane: Lane, piece: Piece) -> None:
+        name = self._hello.memory_name if peer.path == "shm" else b""
+        header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name))
+        frames, piece.digest = self._packer.reference(piece, header) if name else self._packer.payload(piece, header)
+        tracker = lane.socket.send_multipart([header, *frames], zmq.NOBLOCK, copy=False, track=True)
+        lane.under_way[piece.number], lane.trackers[piece.number] = piece, tracker
+        self._counters.add("chunks_sent")
+
+    # --- what peers say
+
+    def _listen(self, peer: Peer, lane: Lane, now_s: float) -> None:
+        for _ in range(_ACKS):
             try:
-                socket.connect(peer)
-            except zmq.ZMQError:
-                socket.close(linger=0)
-                raise
-            self._lanes[peer] = Lane(socket, now_s)
-        return self._lanes[peer]
+                frames = lane.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                frame = frames[0]
+                if frame.startswith(b"pdW2"):
+                    self._welcomed(peer, frame, now_s)
+                else:
+                    self._acked(peer, lane, frame, now_s)
+            except BadFrame:
+                self._counters.add("bad_frames")
+            if not peer.lanes:
+                return
 
-    def _check(self, span: Span) -> None:
-        if span.kind not in self._rows:
-            raise ValueError(f"{span}: kind is 'page' or 'slot'")
-        count, row_bytes = self._rows[span.kind]
-        if not 0 <= span.src < count or span.offset < 0 or span.nbytes < 1 or span.offset + span.nbytes > row_bytes:
-            raise ValueError(f"{span} is not inside our {count} {span.kind}s of {row_bytes} bytes")
-        if not 0 <= span.dst < 1 << 32:
-            raise ValueError(f"{span}: a page or slot number has 32 bits")
+    def _acked(self, peer: Peer, lane: Lane, frame: bytes, now_s: float) -> None:
+        ack = unpack_ack(frame)
+        if ack.number not in lane.under_way:
+            raise BadFrame("an answer to nothing")
+        peer.moved_s = now_s
+        piece = lane.under_way.pop(ack.number)
+        lane.trackers.pop(ack.number, None)
+        if piece is None:
+            peer.probes_left -= 1
+            if not peer.probes_left:
+                self._measured(peer, now_s)
+            return
+        if ack.status != LANDED:
+            why = "has closed the window" if ack.status == LATE else "refuses the bytes"
+            self._jobs.lose(piece.job.key, f"{peer.address} {why} of this hand-off")
+            self._jobs.release(piece)
+        else:
+            self._counters.add("bulk_bytes_sent", sum(span.nbytes for span in piece.spans))
+            self._jobs.landed(piece)
+
+    def _measured(self, peer: Peer, now_s: float) -> None:
+        rate = peer.probe_bytes / (time.perf_counter() - peer.probe_begin_s) / 1e9
+        floor = self._options.floor_gb_per_s
+        slow = f"{peer.address} takes {rate:.2f} GB/s over {peer.path}, the floor is {floor:g} GB/s"
+        self._tested(peer, Link(peer.path, rate, peer.why if rate >= floor else slow, rate >= floor), now_s)
+
+    def _connect(self, address: str) -> Lane:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, 4 * CREDIT)  # never reached: credit comes first
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            socket.disable_monitor()
+            socket.close(linger=0)
+            raise
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        return Lane(socket, monitor)
 
 
-def _first_message(spans: Sequence[Span], start: int) -> Sequence[Span]:
-    """As many spans from `start` on as fit one message, one at least."""
-    end, total = start + 1, spans[start].nbytes
-    while end < len(spans) and end - start < MAX_SPANS and total + spans[end].nbytes <= MESSAGE_BYTES:
-        total += spans[end].nbytes
-        end += 1
-    return spans[start:end]
+def _broken(lane: Lane) -> bool:
+    """Whether the connection is gone; what the monitor says is read so that it is said once."""
+    try:
+        lane.monitor.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True

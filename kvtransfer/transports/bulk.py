@@ -1,0 +1,194 @@
+"""The transport as its owner sees it: checks what it is asked for, passes it on to its engine, reads what comes back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtransfer.transports import MAX_WRITE_SPANS, BulkOptions, Event, Key, Link, Span
+from kvtransfer.transports.channel import ChannelClosed, channel_pair, pack_spans, unpack_event
+from kvtransfer.transports.counters import Counters
+from kvtransfer.transports.memory import CpuMemory, Memory, Rows
+
+if TYPE_CHECKING:
+    from kvtransfer.arena import Arena
+
+START_S = 120.0  # memory is touched for the first time: a second for ten gigabytes
+_GIB = str(1 << 30)
+# libzmq allocates every frame it receives; giving those pages back to the kernel each time costs 10,000 faults for 64 MiB
+_MALLOC = {"MALLOC_TRIM_THRESHOLD_": _GIB, "MALLOC_MMAP_THRESHOLD_": _GIB, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_DEFAULTS = BulkOptions()
+_log = logging.getLogger("kvtransfer")
+
+
+class BulkTransport:
+    """See `Transport`. The engine is a process over an arena in shared memory, a thread over one on a device."""
+
+    def __init__(self, arena: Arena, host: str = "127.0.0.1", advertise: str = "", options: BulkOptions = _DEFAULTS) -> None:
+        self._arena = arena  # its descriptor stays open for as long as we do
+        self._rows: Rows = {kind: (len(t), t.shape[1]) for kind, t in (("page", arena.pages), ("slot", arena.slots))}
+        self._counters = Counters()
+        self._links: dict[str, Link] = {}
+        self._closed = False
+        self._channel, theirs = channel_pair()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._memory: Memory | None = None
+        if self._own_process(arena):
+            self._process = self._start_process(arena, host, options, theirs)
+        else:
+            self._memory = self._start_thread(arena, host, options, theirs)
+        self._address = f"tcp://{advertise or host}:{self._await_port()}"
+        _warn_of_pacing()
+
+    def address(self) -> str:
+        return self._address
+
+    def expect(self, key: Key, slot: int, pages: Sequence[int], seal: bytes = b"") -> None:
+        for kind, numbers in (("page", pages), ("slot", [slot])):
+            if not all(0 < number < self._rows[kind][0] for number in numbers):
+                raise ValueError(f"{kind}s {numbers} cannot be granted: ours are 1..{self._rows[kind][0] - 1}")
+        self._channel.send("expect", *key, slot, list(pages), self._mark(), seal)
+
+    def revoke(self, key: Key) -> None:
+        self._channel.send("revoke", *key)
+
+    def write(self, peer: str, key: Key, spans: Sequence[Span], seal: bytes = b"") -> None:
+        if not (0 <= key[0] < 1 << 64 and 0 <= key[1] < 1 << 32):
+            raise ValueError(f"{key}: a rid has 64 bits, an attempt 32")
+        if not 0 < len(spans) <= MAX_WRITE_SPANS:
+            raise ValueError(f"a write takes 1 to {MAX_WRITE_SPANS} spans, not {len(spans)}")
+        for span in spans:
+            self._check(span)
+        self._channel.send("write", *key, peer, pack_spans(list(spans)), self._mark(), seal)
+
+    def cancel(self, key: Key) -> None:
+        self._channel.send("cancel", *key)
+
+    def poll(self) -> list[Event]:
+        self._channel.flush()
+        events: list[Event] = []
+        try:
+            for message in self._channel.receive():
+                if message[0] == "link":
+                    self._linked(message[1], message[2])
+                else:
+                    events += map(unpack_event, message[1])
+        except ChannelClosed:
+            if not self._closed:
+                raise RuntimeError("the engine that moves KV bytes has died: this worker cannot go on") from None
+        return events
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def counters(self) -> Mapping[str, int]:
+        return self._counters.read()
+
+    def links(self) -> Mapping[str, Link]:
+        return self._links
+
+    def gauges(self) -> Mapping[str, float]:
+        usable = [link for link in self._links.values() if link.usable]
+        return {
+            "kv_links_shm": sum(link.path == "shm" for link in usable),
+            "kv_links_zeromq": sum(link.path == "zeromq" for link in usable),
+            "kv_links_unusable": len(self._links) - len(usable),
+            "kv_slowest_link_gb_per_s": min((link.gb_per_s for link in self._links.values()), default=0.0),
+        }
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._channel.close()
+        if self._process is not None:
+            self._process.wait()
+        else:
+            self._thread.join()
+
+    def _own_process(self, arena: Arena) -> bool:
+        return arena.shared is not None
+
+    def _start_process(self, arena: Arena, host: str, options: BulkOptions, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        assert arena.shared is not None
+        descriptors = (theirs.fileno(), arena.shared.fd, self._counters.fd)
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "kvtransfer.transports.engine", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=descriptors, env={**os.environ, **_MALLOC, "PYTHONPATH": path})
+        theirs.close()
+        pages, slots = self._rows["page"], self._rows["slot"]
+        memory = (arena.shared.fd, arena.shared.size_bytes, pages, slots)
+        self._channel.send("start", *memory, self._counters.fd, host, astuple(options))
+        return process
+
+    def _start_thread(self, arena: Arena, host: str, options: BulkOptions, theirs: socket.socket) -> Memory:
+        from kvtransfer.transports.channel import Channel
+        from kvtransfer.transports.engine import Engine, Site
+
+        memory = _device_memory(arena)
+        site = Site(memory, self._rows, arena.shared, host, options, self._counters)
+        self._engine = Engine(Channel(theirs), site)
+        self._thread = threading.Thread(target=self._engine.run, name="kvtransfer", daemon=True)
+        self._thread.start()
+        return memory
+
+    def _await_port(self) -> int:
+        """Blocks, once, until the engine listens. Raises RuntimeError when it does not."""
+        try:
+            message = self._channel.first(START_S) or ["failed", f"their engine did not start within {START_S:g} s"]
+        except ChannelClosed:
+            message = ["failed", "their engine died at its start"]
+        if message[0] != "bound":
+            self.close()
+            raise RuntimeError(f"KV bytes cannot be moved: {message[1]}")
+        port: int = message[1]
+        return port
+
+    def _mark(self) -> int:
+        return self._memory.mark() if self._memory is not None else 0
+
+    def _linked(self, peer: str, values: list[Any] | None) -> None:
+        if values is None:
+            self._links.pop(peer, None)
+            return
+        link = self._links[peer] = Link(*values)
+        level = logging.INFO if link.usable else logging.ERROR
+        because = f" ({link.reason})" if link.reason else ""
+        _log.log(level, "KV to %s goes over %s, %.2f GB/s in its test%s", peer, link.path, link.gb_per_s, because)
+
+    def _check(self, span: Span) -> None:
+        if span.kind not in self._rows:
+            raise ValueError(f"{span}: kind is 'page' or 'slot'")
+        count, row_bytes = self._rows[span.kind]
+        if not 0 <= span.src < count or span.offset < 0 or span.nbytes < 1 or span.offset + span.nbytes > row_bytes:
+            raise ValueError(f"{span} is not inside our {count} {span.kind}s of {row_bytes} bytes")
+        if not 0 <= span.dst < 1 << 32:
+            raise ValueError(f"{span}: a page or slot number has 32 bits")
+
+
+def _device_memory(arena: Arena) -> Memory:
+    if arena.pages.is_cuda:
+        from kvtransfer.transports.cuda import CudaMemory
+
+        return CudaMemory(arena)
+    return CpuMemory({"page": arena.pages.numpy(), "slot": arena.slots.numpy()})
+
+
+def congestion_control() -> str:
+    """The kernel's algorithm for new TCP connections, "" where it does not say."""
+    return _CONGESTION.read_text().strip() if _CONGESTION.exists() else ""
+
+
+def _warn_of_pacing() -> None:
+    if congestion_control() == "bbr":
+        _log.warning("TCP connections here use BBR, which paces even loopback to about half of what reno or cubic reach")

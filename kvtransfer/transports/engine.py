@@ -1,0 +1,172 @@
+"""The bulk engine: one loop that moves bytes between this arena and those of peers, in a process or thread of its own.
+
+As a process (``python -m kvtransfer.transports.engine FD``) it is told what it needs over the channel; it ends when its
+owner's end is closed, for whatever reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import zmq
+
+from kvtransfer.sharing import NAME_BYTES, SharedMemory
+from kvtransfer.transports import BulkOptions, Event, Landed, Link
+from kvtransfer.transports.channel import Channel, ChannelClosed, pack_event, unpack_spans
+from kvtransfer.transports.counters import Counters
+from kvtransfer.transports.frame import MAX_HEADER_BYTES, Hello
+from kvtransfer.transports.inbound import Inbound
+from kvtransfer.transports.jobs import Job
+from kvtransfer.transports.memory import CpuMemory, Memory, Rows, shared_rows
+from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT, Outbound
+from kvtransfer.transports.seal import TAG_BYTES, Seal
+from wire.sockets import bind_port, open_context
+
+START_S = 10.0
+_PLACES = 1024  # in one message, and MAX_SPANS more at most, of 20 bytes each: it has to fit channel.MAX_BYTES
+_log = logging.getLogger("kvtransfer")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where an engine works: its arena, and the host it listens on."""
+
+    memory: Memory
+    rows: Rows
+    shared: SharedMemory | None
+    host: str
+    options: BulkOptions
+    counters: Counters
+
+
+class Engine:
+    """Says ["bound", port] when it listens, or ["failed", reason]; then does as it is told until the channel closes."""
+
+    def __init__(self, channel: Channel, site: Site) -> None:
+        self._channel = channel
+        self._events: list[list[Any]] = []
+        self._places = 0  # in them
+        self._context = open_context()
+        self._context.set(zmq.IO_THREADS, max(1, -(-site.options.lanes // 2)))
+        self._poller = zmq.Poller()
+        self._poller.register(channel.fileno(), zmq.POLLIN)
+        largest = max(CHUNK_BYTES, *(row_bytes for _, row_bytes in site.rows.values())) + max(TAG_BYTES, MAX_HEADER_BYTES)
+        self._port = _bound_socket(self._context, largest)
+        self._poller.register(self._port, zmq.POLLIN)
+        self._inbound = Inbound(site.memory, site.rows, site.options.path, site.counters, self._emit)
+        self._outbound = Outbound(
+            self._context, self._poller, site.memory, _hello(site), site.options, site.counters, self._emit, self._report
+        )
+        self._host = site.host
+
+    def run(self) -> None:
+        try:
+            if self._listen():
+                while True:
+                    self._turn_safely()
+        except ChannelClosed:
+            return
+        finally:
+            self._inbound.close()
+            self._outbound.close()
+            self._port.close(linger=0)
+            self._context.destroy(linger=0)
+            self._channel.close()
+
+    def _listen(self) -> bool:
+        try:
+            self._channel.send("bound", bind_port(self._port, self._host, 0))
+        except zmq.ZMQError as error:
+            self._channel.send("failed", f"cannot listen on {self._host!r}: {error}")
+            return False
+        return True
+
+    def _turn_safely(self) -> None:
+        try:
+            self._turn()
+        except ChannelClosed:
+            raise
+        except Exception:  # one fault must not end the engine that every hand-off of this worker depends on
+            _log.exception("the bulk engine goes on after a fault")
+            time.sleep(0.01)
+
+    def _turn(self) -> None:
+        """Waits until something can be done, and does a little of everything that can."""
+        ready = {source for source, _ in self._poller.poll(5 if self._channel.backlog else self._outbound.wait_ms())}
+        now_s = time.monotonic()
+        self._obey()
+        if self._port in ready:
+            self._inbound.receive(self._port, self._obey)
+        self._outbound.turn(ready, now_s)
+        self._tell()
+
+    def _obey(self) -> None:
+        for command in self._channel.receive():
+            match command:
+                case ["expect", rid, attempt, slot, pages, mark, secret]:
+                    self._inbound.expect((rid, attempt), slot, pages, mark, secret)
+                case ["revoke", rid, attempt]:
+                    self._inbound.revoke((rid, attempt))
+                case ["write", rid, attempt, peer, spans, mark, secret]:
+                    seal = Seal(secret) if secret else None
+                    self._outbound.write(Job(peer, (rid, attempt), unpack_spans(spans), mark, seal))
+                case ["cancel", rid, attempt]:
+                    self._outbound.cancel((rid, attempt))
+
+    def _emit(self, event: Event) -> None:
+        self._events.append(pack_event(event))
+        self._places += len(event.places) if isinstance(event, Landed) else 1
+        if self._places >= _PLACES:
+            self._tell()
+
+    def _tell(self) -> None:
+        """What happened in a turn goes out in one message: each one wakes the owner."""
+        if self._events:
+            self._channel.send("events", self._events)
+            self._events, self._places = [], 0
+        self._channel.flush()
+
+    def _report(self, peer: str, link: Link | None) -> None:
+        self._channel.send("link", peer, None if link is None else astuple(link))
+
+
+def _hello(site: Site) -> Hello:
+    if site.shared is None:
+        return Hello(0, 0, 0, bytes(NAME_BYTES), site.rows)
+    return Hello(os.getpid(), site.shared.fd, site.shared.size_bytes, site.shared.name, site.rows)
+
+
+def _bound_socket(context: zmq.Context[Any], max_frame_bytes: int) -> zmq.Socket[bytes]:
+    port: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    port.setsockopt(zmq.LINGER, 0)
+    port.setsockopt(zmq.RCVHWM, 2 * CREDIT)  # of a peer's connection: it sends no more than its credit if it is one of ours
+    port.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)  # libzmq closes the connection of a peer that announces more
+    for option, value in ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 10)):
+        port.setsockopt(option, value)  # a host that vanished without a word does not hold its connection for ever
+    return port
+
+
+def main(channel_fd: int) -> None:
+    """The process: the first message says which memory and which options."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole group; the owner decides when we end
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=channel_fd))
+    start = channel.first(START_S)
+    assert start is not None, "nobody says what is to be done"
+    _, memory_fd, size_bytes, pages, slots, counters_fd, host, options = start
+    shared = SharedMemory.inherit(memory_fd, size_bytes)
+    rows: Rows = {"page": (pages[0], pages[1]), "slot": (slots[0], slots[1])}
+    memory = CpuMemory(shared_rows(shared, rows))
+    Engine(channel, Site(memory, rows, shared, host, BulkOptions(*options), Counters(counters_fd))).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

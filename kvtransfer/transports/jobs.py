@@ -1,0 +1,156 @@
+"""What is to be sent: one job per `write`, cut into chunks, and the account of who still needs which memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtransfer.digest import combine
+from kvtransfer.transports import Drained, Event, Key, Lost, Span, Wrote
+from kvtransfer.transports.frame import MAX_SPANS
+from kvtransfer.transports.seal import Seal
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One `write`, and how far it has got. `peer` is its address."""
+
+    peer: str
+    key: Key
+    spans: list[Span]
+    mark: int
+    seal: Seal | None
+    cut: int = 0  # spans that are in chunks
+    landed: int = 0  # spans
+    num_bytes: int = 0  # landed
+    digest: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """One chunk of a job: the unit of sending, of credit, and of being acknowledged."""
+
+    job: Job
+    number: int
+    spans: tuple[Span, ...]
+    digest: int = 0
+    landed: bool = False
+    trackers: list[Any] = field(default_factory=list)  # of frames that libzmq may still read, on connections that are gone
+
+
+class Jobs:
+    """Every job that is not over. A key ends once: with a Wrote per job, with one Lost, or with one Drained."""
+
+    def __init__(self, emit: Callable[[Event], None], numbers: Iterator[int]) -> None:
+        self._emit = emit
+        self._numbers = numbers
+        self._queues: dict[str, deque[Job]] = {}  # by peer, first come first served
+        self._again: dict[str, deque[Piece]] = {}  # by peer: pieces whose connection broke
+        self._held: dict[Key, int] = {}  # pieces that are under way: our memory may be read for them
+        self._closing: list[Piece] = []
+        self._ending: dict[Key, Event] = {}  # keys that are given up, and what to say when nothing is held any more
+
+    def add(self, job: Job) -> None:
+        if job.key in self._ending:
+            return  # its Lost is on the way
+        self._queues.setdefault(job.peer, deque()).append(job)
+
+    def waiting(self, peer: str) -> bool:
+        return bool(self._queues.get(peer) or self._again.get(peer))
+
+    def peers(self) -> list[str]:
+        """Those that something is waiting for."""
+        for queues in (self._queues, self._again):
+            for peer in [peer for peer, queue in queues.items() if not queue]:
+                del queues[peer]
+        return list({**self._queues, **self._again})
+
+    def next_piece(self, peer: str, chunk_bytes: int) -> Piece | None:
+        """The next chunk for `peer`: as many spans of its first job as fit, one at least."""
+        again = self._again.get(peer)
+        while again:
+            piece = again.popleft()
+            if piece.job.key in self._ending:
+                self.release(piece)
+            else:
+                return piece
+        queue = self._queues.get(peer)
+        if not queue:
+            return None
+        job = queue[0]
+        end, total = job.cut + 1, job.spans[job.cut].nbytes
+        while end < len(job.spans) and end - job.cut < MAX_SPANS and total + job.spans[end].nbytes <= chunk_bytes:
+            total += job.spans[end].nbytes
+            end += 1
+        piece = Piece(job, next(self._numbers), tuple(job.spans[job.cut : end]))
+        job.cut = end
+        if end == len(job.spans):
+            queue.popleft()
+        self._held[job.key] = self._held.get(job.key, 0) + 1
+        return piece
+
+    def send_again(self, piece: Piece) -> None:
+        """Its connection broke before it was acknowledged."""
+        self._again.setdefault(piece.job.peer, deque()).append(piece)
+
+    def landed(self, piece: Piece) -> None:
+        piece.landed = True
+        self.release(piece)
+
+    def release(self, piece: Piece) -> None:
+        """`piece` is over: as soon as libzmq has no frame of it any more, our memory is not read for it."""
+        self._closing.append(piece)
+        self.settle()
+
+    def settle(self) -> None:
+        """Looks again at what is over."""
+        over = [piece for piece in self._closing if all(tracker.done for tracker in piece.trackers)]
+        for piece in over:
+            self._closing.remove(piece)
+            self._free(piece)
+
+    @property
+    def closing(self) -> bool:
+        return bool(self._closing)
+
+    def lose(self, key: Key, reason: str) -> None:
+        """A hand-off with a hole is of no use: drops all of it."""
+        if key not in self._ending:
+            self._end(key, Lost(key, reason))
+
+    def lose_peer(self, peer: str, reason: str) -> None:
+        """Drops every hand-off that something waits of for `peer`."""
+        waiting = [job.key for job in self._queues.get(peer, ())] + [p.job.key for p in self._again.get(peer, ())]
+        for key in dict.fromkeys(waiting):
+            self.lose(key, reason)
+
+    def cancel(self, key: Key) -> None:
+        self._end(key, Drained(key))
+
+    def _free(self, piece: Piece) -> None:
+        job, key = piece.job, piece.job.key
+        if piece.landed:
+            job.landed += len(piece.spans)
+            job.num_bytes += sum(span.nbytes for span in piece.spans)
+            job.digest = combine((job.digest, piece.digest))
+            if job.landed == len(job.spans) and key not in self._ending:
+                self._emit(Wrote(key, job.landed, job.num_bytes, job.digest))
+        self._held[key] -= 1
+        if not self._held[key]:
+            del self._held[key]
+            if key in self._ending:
+                self._emit(self._ending.pop(key))
+
+    def _end(self, key: Key, event: Event) -> None:
+        for peer, queue in self._queues.items():
+            if any(job.key == key for job in queue):
+                self._queues[peer] = deque(job for job in queue if job.key != key)
+        self._ending[key] = event
+        for pieces in self._again.values():
+            for piece in [piece for piece in pieces if piece.job.key == key]:
+                pieces.remove(piece)
+                self.release(piece)
+        if key not in self._held and key in self._ending:
+            self._emit(self._ending.pop(key))

@@ -1,0 +1,54 @@
+"""Bulk that nobody can read, forge or replay: AES-GCM over each frame, under a secret that one Grant agreed.
+
+The secret serves a single hand-off and a single sender, and chunk numbers never repeat in a process, so (number, frame)
+is a nonce that is used once; a chunk that is sent again is the same bytes again, and when its path has changed meanwhile
+its only frame is `NO_PAYLOAD`. The chunk's header is authenticated with every frame. The tags then are the digest.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import Any
+
+from kvtransfer.transports.frame import BadFrame
+from kvtransfer.transports.memory import Bytes
+
+TAG_BYTES = 16
+NO_PAYLOAD = 1 << 31  # the frame's number in a chunk that has a header alone
+SECRET_BYTES = 16
+_NONCE = struct.Struct("<QI")
+
+
+def new_secret() -> bytes:
+    return os.urandom(SECRET_BYTES)
+
+
+class Seal:
+    """Of one hand-off. Raises ValueError for a secret of the wrong length."""
+
+    def __init__(self, secret: bytes) -> None:
+        from cryptography.exceptions import InvalidTag  # here: most engines never need it
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._cipher, self._invalid = AESGCM(secret), InvalidTag
+
+    def close(self, number: int, index: int, data: Any, header: bytes) -> bytearray:
+        """`data` encrypted, with its tag behind."""
+        sealed = bytearray(len(data) + TAG_BYTES)
+        self._cipher.encrypt_into(_NONCE.pack(number, index), data, header, sealed)
+        return sealed
+
+    def open_into(self, number: int, index: int, sealed: memoryview, header: bytes, out: Bytes) -> None:
+        """Decrypts to `out`. Raises BadFrame when it was not sealed with this secret for this place; `out` is then junk."""
+        if len(sealed) != len(out) + TAG_BYTES:
+            raise BadFrame("payload and spans differ in length")
+        try:
+            self._cipher.decrypt_into(_NONCE.pack(number, index), sealed, header, out.data)
+        except self._invalid as error:
+            raise BadFrame("the seal is not ours") from error
+
+
+def tag_digest(sealed: bytes | bytearray | memoryview) -> int:
+    """What a sealed frame adds to a hand-off's digest; 0..2^64-1."""
+    return int.from_bytes(sealed[-8:], "little")

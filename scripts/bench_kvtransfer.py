@@ -1,0 +1,323 @@
+"""What a link can do for KV transfer, as ratios to the same bytes through plain TCP and memcpy in the same run.
+
+    python -m scripts.bench_kvtransfer                                  two processes of this host
+    python -m scripts.bench_kvtransfer --serve 0.0.0.0:7000 --advertise HOST     the decode side of two hosts, and
+    python -m scripts.bench_kvtransfer --connect HOST:7000                       the prefill side
+
+Real pages and slots of DeepSeek-V4-Flash. Times run from the first byte's push until the receiver has checked the last.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import torch
+import zmq
+
+from kvtransfer.arena import Arena
+from kvtransfer.layout import KVLayout
+from kvtransfer.sender import Sender, SendLost, Sent
+from kvtransfer.transports import BulkOptions, Key, Transport, open_transport
+from kvtransfer.transports.bulk import congestion_control
+from kvtransfer.transports.faults import Faults, FaultyTransport
+from model.cache import kv_layout
+from model.config import ModelConfig
+from scripts.kv_ends import NUM_SLOTS, busy_python, cpu_seconds, serve
+from scripts.kv_floors import memcpy_seconds, send
+from tests.test_model_config import RELEASED
+from wire.messages import Abort, Failed, Grant, Offer, SamplingParams, Tokens
+from wire.options import option, parse
+from wire.sockets import Inbox, Outbox, open_context
+from wire.worker import SWITCH_INTERVAL_S
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """KV transfer between two processes or hosts, beside its floors."""
+
+    serve: str = option("", help="HOST:PORT: be the decode side and wait for a source")
+    connect: str = option("", help="HOST:PORT of a decode side; empty: start one on this host")
+    host: str = option("127.0.0.1", help="address to listen on, at the prefill side")
+    advertise: str = option("", help="host name the other side reaches this one by; empty: the address listened on")
+    contexts: str = option("1024,8192,32768,131072", help="tokens of KV a request")
+    requests: str = option("1,8,64", help="requests at once")
+    lanes: str = option("1,2", help="connections")
+    paths: str = option("zeromq,shm", help="zeromq, shm, auto")
+    most_gb: float = option(4.0, help="larger cases are left out")
+    sealed: bool = option(False, help="seal bulk with AES-GCM")
+    busy: int = option(0, help="threads of CPU-heavy Python in the processes of both engines")
+    inject: str = option(
+        "", help='faults at the prefill side, as "drop=0.01,delay=0.1,seconds=0.2": drop, delay, corrupt, stall, cut'
+    )
+    repeats: int = option(5, help="measurements of a case; the median counts")
+    json: str = option("", help="also write the numbers to this file")
+
+
+@dataclass
+class Row:
+    """One case. Ratios are to what the same run reached with as many streams."""
+
+    path: str
+    lanes: int
+    context: int
+    requests: int
+    gb_per_s: float
+    p50_ms: float
+    p99_ms: float
+    mbytes_a_request: float
+    messages_a_request: float
+    cpu_s_per_gb: float
+    control_p99_ms: float
+    to_tcp: float
+    to_packed: float
+    to_memcpy: float
+    tcp_gb_per_s: float
+    tcp_cpu_s_per_gb: float
+
+
+def flash_layout() -> KVLayout:
+    return kv_layout(ModelConfig.from_json(RELEASED))
+
+
+class Source:
+    """The prefill side, connected to a target. `close` when done."""
+
+    def __init__(self, config: BenchConfig, path: str, lanes: int, num_pages: int, target: tuple[str, int]) -> None:
+        self.layout, self.num_pages, self._target = flash_layout(), num_pages, target
+        self.arena = _filled(self.layout, num_pages)
+        options = BulkOptions(path, lanes)
+        self._control = socket.create_connection(target)
+        self._lines = self._control.makefile("r")
+        order = {"pages": num_pages, "options": astuple(options), "sealed": config.sealed, "busy": config.busy}
+        order["timeout_s"] = 1.0 if config.inject else 30.0
+        there = self._ask(order)
+        real = open_transport(self.arena, config.host, config.advertise, options)
+        self.transport: Transport = FaultyTransport(real, Faults.parse(config.inject)) if config.inject else real
+        self._context = open_context()
+        self._inbox, self._outbox = Inbox(self._context, config.host, 0, config.advertise), Outbox(self._context)
+        self._sender, self._there = Sender(self.arena, self.transport, config.sealed), there["inbox"]
+        self._rid, self.broken, self._injecting = 0, 0, bool(config.inject)
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox.socket, zmq.POLLIN)
+        self._poller.register(self.transport.fileno(), zmq.POLLIN)
+
+    def hand_off(self, length: int, requests: int) -> tuple[float, list[float], int]:
+        """(seconds for all, seconds of each, bytes of one) of `requests` hand-offs that start at once."""
+        begin_s, latencies, num_bytes = time.perf_counter(), [], 0
+        keys = {self._open(length) for _ in range(requests)}
+        while keys:
+            ready = self._poller.poll(10 if self._injecting else 30_000)  # what a fault holds back leaves when it is polled
+            assert ready or self._injecting, f"nothing happens: {self.transport.links()}"
+            for message in self._inbox.drain():
+                match message:
+                    case Grant():
+                        self._sender.granted(message)
+                    case Tokens():
+                        latencies.append(time.perf_counter() - begin_s)
+                        keys -= {(rid, attempt) for rid, attempt in message.rows}
+                    case Failed():
+                        keys = self._try_again(keys, (message.rid, message.attempt), message.reason, length)
+            for end in self._sender.poll():
+                if isinstance(end, SendLost):
+                    self._outbox.send(self._there, Abort(*end.key))
+                    keys = self._try_again(keys, end.key, end.reason, length)
+                if isinstance(end, Sent):
+                    num_bytes = end.ready.num_bytes
+                    self._outbox.send(self._there, end.ready)
+        return time.perf_counter() - begin_s, latencies, num_bytes
+
+    def _try_again(self, keys: set[Key], key: Key, reason: str, length: int) -> set[Key]:
+        """A hand-off is broken: without injected faults that ends the benchmark, with them it is made once more."""
+        if not self._injecting:
+            raise RuntimeError(reason)
+        self.broken += 1
+        return (keys - {key}) | {self._open(length)}
+
+    def _open(self, length: int) -> Key:
+        self._rid += 1
+        key, count = (self._rid, 0), self.layout.pages_for(length)
+        pages = random.sample(range(1, self.num_pages + 1), count)
+        self._sender.open(key)
+        self._sender.push(key, pages, 1 + self._rid % (NUM_SLOTS - 1), length, final=True)
+        self._outbox.send(self._there, offer(key, length, self._inbox.address))
+        return key
+
+    def floor(self, pages: int, streams: int, packed: bool) -> tuple[float, float]:
+        """GB/s and CPU seconds per GB of so many pages through plain TCP."""
+        order = random.sample(range(1, self.num_pages + 1), pages)
+        cpu_s = self.cpu_seconds()
+        there = self._ask({"do": "floor", "order": random.sample(order, pages), "streams": streams, "packed": packed})
+        seconds = send((self._target[0], there["port"]), self.arena.pages.numpy(), order, streams, packed)
+        gb = pages * self.layout.page_bytes / 1e9
+        return gb / seconds, (self.cpu_seconds() - cpu_s) / gb
+
+    def cpu_seconds(self) -> float:
+        """Of both ends, engines included."""
+        spent: float = self._ask({"do": "cpu"})["cpu_s"] + cpu_seconds()
+        return spent
+
+    def round_trips(self, stop: threading.Event) -> list[float]:
+        """Seconds of control round trips, Offer to Grant, a hundred a second until `stop`."""
+        inbox, outbox, trips = Inbox(self._context), Outbox(self._context), []
+        rid = 1 << 40
+        while not stop.is_set():
+            rid += 1
+            begin_s = time.perf_counter()
+            outbox.send(self._there, offer((rid, 0), -1, inbox.address))
+            if inbox.wait(5.0):
+                list(inbox.drain())
+                trips.append(time.perf_counter() - begin_s)
+            time.sleep(0.01)
+        inbox.close()
+        outbox.close()
+        return trips
+
+    def close(self) -> None:
+        self.transport.close()
+        self._control.close()
+        self._inbox.close()
+        self._outbox.close()
+        self._context.destroy(linger=0)
+
+    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        self._control.sendall(json.dumps(order).encode() + b"\n")
+        reply: dict[str, Any] = json.loads(self._lines.readline())
+        return reply
+
+
+def offer(key: Key, length: int, inbox: str) -> Offer:
+    return Offer(*key, b"", length, (0,), SamplingParams(1, 0), inbox, "", "", 60.0)
+
+
+def _filled(layout: KVLayout, num_pages: int) -> Arena:
+    arena = Arena(layout, num_pages + 1, NUM_SLOTS)
+    arena.pages.random_(0, 256)
+    arena.slots.random_(0, 256)
+    return arena
+
+
+def measure(source: Source, path: str, lanes: int, context: int, requests: int, repeats: int) -> Row:
+    """One case, its floors measured right before and after."""
+    pages = min(source.num_pages, max(64, source.layout.pages_for(context) * requests))
+    tcp, packed, memcpy, rates, p50, p99 = [], [], [], [], [], []
+    places = random.sample(range(1, source.num_pages + 1), source.num_pages)
+    half = source.num_pages // 2
+    view = source.arena.pages.numpy()
+    stop, trips = threading.Event(), []
+    source.hand_off(256, 1)  # greets the peer and tests the link
+    cpu_s = gb = 0.0
+    messages = source.transport.counters()["chunks_sent"]
+    for number in range(repeats):
+        tcp.append(source.floor(pages, lanes, packed=False))
+        packed.append(source.floor(pages, lanes, packed=True)[0])
+        memcpy.append(
+            half * source.layout.page_bytes / 1e9 / memcpy_seconds(view, view, places[:half], places[half : 2 * half])
+        )
+        stop.clear()
+        pinger = threading.Thread(target=lambda: trips.extend(source.round_trips(stop)))
+        before_s = source.cpu_seconds()
+        if number % 2:  # control messages beside the bulk; in the other repeats nothing but bulk costs CPU
+            pinger.start()
+        seconds, latencies, num_bytes = source.hand_off(context, requests)
+        stop.set()
+        if number % 2:
+            pinger.join()
+        else:
+            cpu_s += source.cpu_seconds() - before_s
+            gb += requests * num_bytes / 1e9
+        rates.append(requests * num_bytes / 1e9 / seconds)
+        p50.append(statistics.median(latencies) * 1e3)
+        p99.append(sorted(latencies)[int(0.99 * len(latencies))] * 1e3)
+    rate, floor = statistics.median(rates), statistics.median(rate for rate, _ in tcp)
+    return Row(
+        source.transport.links()[next(iter(source.transport.links()))].path, lanes, context, requests, rate,
+        statistics.median(p50), statistics.median(p99), num_bytes / 1e6,
+        (source.transport.counters()["chunks_sent"] - messages) / repeats / requests, cpu_s / gb,
+        sorted(trips)[int(0.99 * len(trips))] * 1e3 if trips else 0.0,
+        rate / floor, rate / statistics.median(packed), rate / statistics.median(memcpy),
+        floor, statistics.median(cpu for _, cpu in tcp),
+    )  # fmt: skip
+
+
+def run(config: BenchConfig, show: bool = True) -> list[Row]:
+    """Every case of `config`."""
+    torch.set_num_threads(1)
+    child = None
+    if config.connect:
+        host, port = config.connect.rsplit(":", 1)
+    else:
+        command = [sys.executable, "-m", "scripts.bench_kvtransfer", "--serve", "127.0.0.1:0"]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        host, port = child.stdout.readline().split()[1].rsplit(":", 1)
+    rows: list[Row] = []
+    try:
+        cases = [(path, int(lanes)) for path in config.paths.split(",") for lanes in config.lanes.split(",")]
+        for path, lanes in [case for case in cases if case[0] != "shm" or case[1] == int(config.lanes.split(",")[0])]:
+            rows += _run_path(config, path, lanes, (host, int(port)), show)
+    finally:
+        if child is not None:
+            child.terminate()
+            child.wait()
+    return rows
+
+
+def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int], show: bool) -> list[Row]:
+    contexts = [int(context) for context in config.contexts.split(",")]
+    layout, rows = flash_layout(), []
+    source = Source(config, path, lanes, max(128, layout.pages_for(max(contexts))), target)
+    with busy_python(config.busy):
+        for context in contexts:
+            for requests in map(int, config.requests.split(",")):
+                if layout.pages_for(context) * requests * layout.page_bytes / 1e9 <= config.most_gb:
+                    rows.append(measure(source, path, lanes, context, requests, config.repeats))
+                    if show:
+                        print(line(rows[-1]), flush=True)
+    if config.inject:
+        injected = {
+            name: count for name, count in source.transport.counters().items() if name.startswith("injected_") and count
+        }
+        print(f"{injected}; {source.broken} hand-offs were broken and made again", flush=True)
+    source.close()
+    return rows
+
+
+HEADER = (
+    "path   lanes  context  n   GB/s  xTCP  xpacked  xmemcpy    p50 ms    p99 ms  MB/req  msg/req  CPU s/GB (TCP)  ctrl p99 ms"
+)
+
+
+def line(row: Row) -> str:
+    return (
+        f"{row.path:6} {row.lanes:5}  {row.context:7} {row.requests:2}  {row.gb_per_s:5.2f}  {row.to_tcp:4.2f}"
+        f"  {row.to_packed:7.2f}  {row.to_memcpy:7.2f}  {row.p50_ms:8.1f}  {row.p99_ms:8.1f}"
+        f"  {row.mbytes_a_request:6.1f}  {row.messages_a_request:7.1f}"
+        f"     {row.cpu_s_per_gb:4.2f} ({row.tcp_cpu_s_per_gb:4.2f})  {row.control_p99_ms:11.2f}"
+    )
+
+
+def main() -> None:
+    config = parse(BenchConfig, "bench_kvtransfer")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as workers have it
+    if config.serve:
+        host, port = config.serve.rsplit(":", 1)
+        serve(flash_layout(), host, int(port), config.advertise, once=False)
+        return
+    print(f"TCP congestion control here: {congestion_control()} (bbr paces loopback to about half)", HEADER, sep="\n")
+    rows = run(config)
+    if config.json:
+        with open(config.json, "w") as file:
+            json.dump([asdict(row) for row in rows], file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The two ends of the KV transfer benchmark: real arenas, transports, senders and receivers, and no model.
+
+The target serves one source at a time. What it is to do comes as JSON lines over a TCP connection; hand-offs themselves
+are Offer, Grant and Ready over the inboxes that workers use, and arrival is told with a Tokens row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+
+from kvtransfer.arena import Arena
+from kvtransfer.layout import KVLayout
+from kvtransfer.pages import PagePool, SeqKV
+from kvtransfer.receiver import Arrived, Broken, Receiver
+from kvtransfer.transports import BulkOptions, Freed, Key, open_transport
+from kvtransfer.transports.seal import new_secret
+from scripts.kv_floors import receive
+from wire.messages import Abort, Failed, Grant, Offer, Ready, Tokens
+from wire.sockets import Inbox, Outbox, open_context
+
+NUM_SLOTS = 10
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and its children so far."""
+    spent = resource.getrusage(resource.RUSAGE_SELF)
+    total = spent.ru_utime + spent.ru_stime
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            for pid in (task / "children").read_text().split():
+                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+@contextlib.contextmanager
+def busy_python(threads: int) -> Iterator[None]:
+    """CPU-heavy Python in this process, as an engine's scheduler may be."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        number = 0
+        while not stop.is_set():
+            number = (number * 1_103_515_245 + 12_345) % 2**31
+
+    spinners = [threading.Thread(target=spin, daemon=True) for _ in range(threads)]
+    for spinner in spinners:
+        spinner.start()
+    yield
+    stop.set()
+    for spinner in spinners:
+        spinner.join()
+
+
+class Target:
+    """The decode side. `serve` runs until the source hangs up."""
+
+    def __init__(self, layout: KVLayout, host: str, advertise: str) -> None:
+        self._layout, self._host, self._advertise = layout, host, advertise
+        self._context = open_context()
+        self._inbox = Inbox(self._context, host, 0, advertise)
+        self._outbox = Outbox(self._context)
+        self._waiting: deque[Offer] = deque()
+        self._held: dict[Key, tuple[SeqKV, str]] = {}
+
+    def serve(self, connection: socket.socket) -> None:
+        lines = connection.makefile("r")
+        order = json.loads(lines.readline())
+        arena = Arena(self._layout, order["pages"] + 1, NUM_SLOTS)
+        arena.pages.zero_()
+        self._pool = PagePool(order["pages"] + 1, NUM_SLOTS)
+        transport = open_transport(arena, self._host, self._advertise, BulkOptions(*order["options"]))
+        new = new_secret if order["sealed"] else bytes
+        self._receiver = Receiver(arena, transport, order["timeout_s"], new)
+        reply = {"inbox": self._inbox.address, "bulk": transport.address()}
+        poller = zmq.Poller()
+        for source in (self._inbox.socket, connection.fileno(), transport.fileno()):
+            poller.register(source, zmq.POLLIN)
+        with connection, busy_python(order["busy"]):
+            connection.sendall(json.dumps(reply).encode() + b"\n")
+            while True:
+                ready = dict(poller.poll(50))
+                if connection.fileno() in ready:
+                    line = lines.readline()
+                    if not line:
+                        break
+                    self._obey(json.loads(line), connection, arena)
+                self._hand_off()
+        transport.close()
+        self._held.clear()
+        self._waiting.clear()
+
+    def _obey(self, order: dict[str, Any], connection: socket.socket, arena: Arena) -> None:
+        if order["do"] == "cpu":
+            connection.sendall(json.dumps({"cpu_s": cpu_seconds()}).encode() + b"\n")
+        else:
+            with socket.create_server((self._host, 0), backlog=64) as listener:
+                connection.sendall(json.dumps({"port": listener.getsockname()[1]}).encode() + b"\n")
+                receive(listener, arena.pages.numpy(), order["order"], order["streams"], order["packed"])
+
+    def _hand_off(self) -> None:
+        for message in self._inbox.drain():
+            if isinstance(message, Offer) and message.prompt_tokens < 0:  # a round trip and nothing else
+                self._outbox.send(message.prefill_inbox, Grant(message.rid, message.attempt, 0, b"", ""))
+            elif isinstance(message, Offer):
+                self._waiting.append(message)
+            elif isinstance(message, Ready):
+                self._receiver.ready(message)
+            elif isinstance(message, Abort):
+                self._receiver.close((message.rid, message.attempt))
+        for end in self._receiver.poll(time.monotonic()):
+            kv, home = self._held.pop(end.key)
+            self._pool.drop(kv)
+            match end:
+                case Arrived():
+                    self._outbox.send(home, Tokens("target", [[*end.key]]))
+                case Broken():
+                    self._outbox.send(home, Failed(*end.key, 0, "transfer", end.reason, True, "decode"))
+                case Freed():
+                    pass
+        while self._waiting:
+            offer = self._waiting[0]
+            room = self._pool.take(self._layout.pages_for(offer.prompt_tokens))
+            if room is None:
+                return
+            self._waiting.popleft()
+            key = (offer.rid, offer.attempt)
+            self._held[key] = room, offer.prefill_inbox
+            self._outbox.send(offer.prefill_inbox, self._receiver.open(key, room.slot, room.pages))
+
+
+def serve(layout: KVLayout, host: str, port: int, advertise: str, once: bool) -> None:
+    """Serves sources one after the other; prints ``listening HOST:PORT`` when it does."""
+    torch.set_num_threads(1)
+    with socket.create_server((host, port)) as listener:
+        print(f"listening {advertise or host}:{listener.getsockname()[1]}", flush=True)
+        while True:
+            connection, _ = listener.accept()
+            Target(layout, host, advertise).serve(connection)
+            if once and not select.select([listener], [], [], 5)[0]:
+                return

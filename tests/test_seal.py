@@ -1,0 +1,184 @@
+"""Sealed bulk: a hand-off arrives as ever, and what was forged, changed or replayed does not land."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from kvtransfer.receiver import Arrived, Receiver
+from kvtransfer.sender import Sender, SendLost, Sent
+from kvtransfer.transports import Drained, Landed, Lost, Span, Wrote
+from kvtransfer.transports.frame import BadFrame
+from kvtransfer.transports.seal import TAG_BYTES, Seal, new_secret
+from tests.transfer_rig import LAYOUT, PAGE_TOKENS, RawReceiver, RawSender, collect, header, small_arena, thread_transport, wait
+
+KEY = (7, 0)
+PAGE = LAYOUT.page_bytes
+SECRET = new_secret()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("path", ["zeromq", "shm"])
+def test_a_sealed_hand_off_arrives(path: str) -> None:
+    source, target = small_arena(seed=1), small_arena(seed=2)
+    out, into = thread_transport(source, path), thread_transport(target, path)
+    sender, receiver = Sender(source, out, sealed=True), Receiver(target, into, 5.0, new_secret)
+    sender.open(KEY)
+    sender.granted(receiver.open(KEY, 6, [11, 10, 2]))
+    sender.push(KEY, [5, 3, 9], 4, 20, final=True)
+    ended: list[Any] = []
+
+    def step() -> bool:
+        for sent in sender.poll():
+            assert isinstance(sent, Sent)
+            receiver.ready(sent.ready)
+        ended.extend(receiver.poll(0.0))
+        return bool(ended)
+
+    assert wait(step)
+    assert ended == [Arrived(KEY, 20)]
+    for src, dst in zip([5, 3, 9], [11, 10, 2], strict=True):
+        assert torch.equal(source.pages[src], target.pages[dst])
+    for offset, nbytes in LAYOUT.live_slot_spans(20):
+        assert torch.equal(source.slots[4, offset : offset + nbytes], target.slots[6, offset : offset + nbytes])
+    assert into.counters()["bad_frames"] == 0
+    out.close()
+    into.close()
+
+
+def test_nothing_leaves_in_the_clear(context: zmq.Context[Any]) -> None:
+    source = small_arena(seed=1)
+    sender, peer = thread_transport(source), RawReceiver(context)
+    sender.write(peer.address, KEY, [Span("page", 1, 1, 0, PAGE), Span("slot", 1, 1, 0, 40)], SECRET)
+    _, payload = peer.next()
+    assert len(payload) == PAGE + 40 + TAG_BYTES
+    assert bytes(source.pages[1, :16].tolist()) not in payload
+    sender.close()
+
+
+def sealed(number: int, data: bytes, secret: bytes = SECRET, key: tuple[int, int] = KEY, page: int = 5) -> list[bytes]:
+    """A chunk as its rightful sender would make it, or with one thing wrong."""
+    head = header(key, [("page", page, 0, PAGE)], number)
+    return [head, bytes(Seal(secret).close(number, 0, data, head))]
+
+
+def changed(frames: list[bytes], frame: int, byte: int) -> list[bytes]:
+    data = bytearray(frames[frame])
+    data[byte] ^= 1
+    return [bytes(data) if i == frame else each for i, each in enumerate(frames)]
+
+
+ROGUES: dict[str, list[bytes]] = {
+    "not sealed": [header(KEY, [("page", 5, 0, PAGE)]), bytes(PAGE)],
+    "not sealed, of the right size": [header(KEY, [("page", 5, 0, PAGE)]), bytes(PAGE + TAG_BYTES)],
+    "another secret": sealed(1, bytes(PAGE), new_secret()),
+    "a bit of the bytes": changed(sealed(1, bytes(PAGE)), 1, 700),
+    "a bit of the tag": changed(sealed(1, bytes(PAGE)), 1, -1),
+    "the number": changed(sealed(1, bytes(PAGE)), 0, 24),
+    "the span's page": [header(KEY, [("page", 6, 0, PAGE)]), sealed(1, bytes(PAGE))[1]],
+    "the span's offset": [header(KEY, [("page", 5, 1, PAGE - 1), ("page", 6, 0, 1)]), sealed(1, bytes(PAGE))[1]],
+    "of another attempt": [header(KEY, [("page", 5, 0, PAGE)]), sealed(1, bytes(PAGE), key=(7, 1))[1]],
+    "cut short": [sealed(1, bytes(PAGE))[0], sealed(1, bytes(PAGE))[1][:-1]],
+    "a tag alone": [sealed(1, bytes(PAGE))[0], sealed(1, bytes(PAGE))[1][-TAG_BYTES:]],
+    "no payload": [sealed(1, bytes(PAGE))[0]],
+}
+
+
+@pytest.mark.parametrize("rogue", ROGUES.values(), ids=list(ROGUES))
+def test_a_rogue_chunk_does_not_land_and_the_true_one_does(context: zmq.Context[Any], rogue: list[bytes]) -> None:
+    target = small_arena()
+    receiver = thread_transport(target)
+    receiver.expect(KEY, 3, [5, 6], SECRET)
+    peer = RawSender(context, receiver.address())
+    peer.socket.send_multipart(rogue)
+    assert wait(lambda: receiver.counters()["bad_frames"] == 1)
+    assert receiver.poll() == []
+    truth = os.urandom(PAGE)
+    peer.socket.send_multipart(sealed(9, truth))
+    (landed,) = collect(receiver, len)
+    assert isinstance(landed, Landed)
+    assert bytes(target.pages[5].tolist()) == truth
+    receiver.close()
+
+
+def test_a_replayed_chunk_does_not_land_again(context: zmq.Context[Any]) -> None:
+    target = small_arena()
+    receiver = thread_transport(target)
+    peer = RawSender(context, receiver.address())
+    receiver.expect(KEY, 3, [5], SECRET)
+    frames = sealed(9, bytes(PAGE))
+    peer.socket.send_multipart(frames)
+    collect(receiver, len)
+    target.pages[5].fill_(1)
+    peer.socket.send_multipart(frames)
+    assert wait(lambda: receiver.counters()["repeated_frames"] == 1)
+    receiver.revoke(KEY)
+    assert collect(receiver, len) == [Drained(KEY)]
+    receiver.expect((8, 0), 3, [5], new_secret())
+    peer.socket.send_multipart(frames)
+    assert wait(lambda: receiver.counters()["late_frames"] == 1)
+    assert int(target.pages[5].min()) == 1
+    receiver.close()
+
+
+def test_one_secret_for_each_grant() -> None:
+    receiver = Receiver(small_arena(), thread := thread_transport(small_arena()), 1.0, new_secret)
+    secrets = {receiver.open((rid, 0), 1 + rid, [1 + rid]).secret for rid in range(10)}
+    assert len(secrets) == 10
+    thread.close()
+
+
+def test_a_grant_without_a_secret_is_not_taken_by_who_seals() -> None:
+    arena = small_arena()
+    out, into = thread_transport(arena), thread_transport(small_arena())
+    sender, receiver = Sender(arena, out, sealed=True), Receiver(small_arena(), into, 1.0)
+    sender.open(KEY)
+    assert sender.granted(receiver.open(KEY, 3, [5]))
+    sender.push(KEY, [1], 1, PAGE_TOKENS, final=True)
+    (lost,) = sender.poll()
+    assert isinstance(lost, SendLost)
+    assert "nothing leaves here unsealed" in lost.reason
+    out.close()
+    into.close()
+
+
+def test_a_sender_without_the_secret_is_refused() -> None:
+    out, into = thread_transport(small_arena()), thread_transport(small_arena())
+    into.expect(KEY, 3, [5], SECRET)
+    out.write(into.address(), KEY, [Span("page", 1, 5, 0, PAGE)])
+    (lost,) = collect(out, len)
+    assert isinstance(lost, Lost)
+    assert "refuses the bytes" in lost.reason
+    out.write(into.address(), (8, 0), [Span("page", 1, 5, 0, PAGE)], new_secret())
+    into.expect((8, 0), 3, [5])  # and bytes that are sealed do not fit where none are expected to be
+    assert not [event for event in collect(out, len) if isinstance(event, Wrote)]
+    out.close()
+    into.close()
+
+
+def test_a_seal_that_does_not_fit_is_a_bad_frame() -> None:
+    import numpy as np
+
+    seal, out = Seal(SECRET), np.empty(10, dtype=np.uint8)
+    good = memoryview(seal.close(1, 2, b"0123456789", b"head"))
+    seal.open_into(1, 2, good, b"head", out)
+    assert out.tobytes() == b"0123456789"
+    for number, index, frame, head in (
+        (2, 2, good, b"head"),
+        (1, 3, good, b"head"),
+        (1, 2, good[1:], b"head"),
+        (1, 2, good, b"x"),
+    ):
+        with pytest.raises(BadFrame):
+            seal.open_into(number, index, frame, head, out)

@@ -1,0 +1,40 @@
+"""The whole system with a cluster key, over each path: it serves, what travels is sealed, and a stranger is turned away."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.system import running
+from wire.curve import ClusterKey
+from wire.messages import Abort
+from wire.sockets import Outbox, open_context
+
+
+@pytest.mark.parametrize("path", ["zeromq", "shm"])
+def test_a_cluster_with_a_key_serves_and_refuses_strangers(path: str, tmp_path: Path) -> None:
+    key = str(tmp_path / "cluster.key")
+    ClusterKey.generate().write(key)
+    flags = f"--cluster-key {key}"
+    workers = f"{flags} --transport {path}"
+    with running(router_args=flags, prefill_args=workers, decode_args=workers) as server:
+        reply = server.complete(prompt=list(range(3, 40)), max_tokens=4, temperature=0)
+        assert reply.status == 200, reply.body
+        assert server.total("transfers_broken_total") == 0
+        assert server.total(f"kv_links_{path}") == 1
+        context: zmq.Context[zmq.Socket[bytes]] = open_context()
+        stranger = Outbox(context)
+        router, *others = server.system.children
+        inboxes = [router.line("inbox ")] + [worker.line("serving ").split()[-1] for worker in others]
+        for inbox in inboxes:
+            stranger.send(inbox, Abort(1, 1))
+        end_s = time.monotonic() + 10
+        while sum(count > 0 for count in server.metrics().get("refused_peers_total", {}).values()) < len(inboxes):
+            assert time.monotonic() < end_s, server.metrics()
+            time.sleep(0.2)
+        stranger.close()
+        context.destroy(linger=0)
+        assert server.complete(prompt=[5, 6, 7], max_tokens=2).status == 200
