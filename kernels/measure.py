@@ -77,9 +77,8 @@ def measure_everything(groups: Sequence[str], all_widths: Sequence[Widths], benc
 
     backend.choose(torch.device("cuda"))
     limits = measure_limits()
-    print(
-        f"limits: read {limits.read_gb_per_s:.0f} GB/s, " + ", ".join(f"{k} {v:.0f} TFLOP/s" for k, v in limits.tflops.items())
-    )
+    rates = ", ".join(f"{matrix} {rate:.0f} TFLOP/s" for matrix, rate in limits.tflops.items())
+    print(f"limits: read {limits.read_gb_per_s:.0f} GB/s, {rates}", file=sys.stderr)
     workspace = Workspace(WORKSPACE_BYTES, "cuda")
     found = []
     for group in groups:
