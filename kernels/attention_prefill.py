@@ -68,7 +68,7 @@ def prefill_attention(
     out = workspace.empty(q.shape, q.dtype, q.device)
     with workspace.frame():
         scratch = unpack(q, new_rows, batch, ring, row, window, pages, entries)
-        if _runs_on_hopper(q, window):
+        if _runs_on_hopper(q, window, turn):
             from kernels.attention_prefill_hopper import attend_hopper
 
             attend_hopper(q, batch, window, sinks, turn, scratch, out)
@@ -77,10 +77,10 @@ def prefill_attention(
     return out
 
 
-def _runs_on_hopper(q: Tensor, window: int) -> bool:
+def _runs_on_hopper(q: Tensor, window: int, turn: Tensor) -> bool:
     heads, dim = q.shape[1:]
     rows = q.stride(2) == 1 and q.stride(1) == dim and q.stride(0) % dim == 0  # whole rows, for the copy engine
-    fits = heads % 64 == 0 and dim == 512 and window % 128 == 0
+    fits = heads % 64 == 0 and dim == 512 and window % 128 == 0 and turn.shape[1] == 32
     return backend.active().hopper and q.dtype is torch.bfloat16 and rows and fits
 
 

@@ -8,7 +8,13 @@ tokens and of 256 rows of the weight at a time, as far ahead as the ring has sta
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from kernels.experts_fp4 import block_scales, block_words, operand, unpack
 from kernels.jit import gluon_jit
@@ -42,6 +48,7 @@ def stream_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=4)
+    fence_async_shared()
     count = gl.load(tile_count)
     rings = (x_ring, word_ring, scale_ring, full, empty)
     work = (factors, row_scales, order, tiles, count, out)

@@ -20,7 +20,8 @@ DECODE_TOKENS = 5  # a window ring has 4 rows more than the window: the token it
 
 @dataclass(slots=True)
 class Ragged:
-    """Device tensors, all int64. T new tokens of B sequences; of their values nothing is known on the host.
+    """Device tensors, all int64. T new tokens of B sequences; of their values nothing is known on the host. A captured step
+    is filled up with whole sequences of `longest` tokens: T = B * longest says that all of them are that long.
 
     positions [T]       absolute position of every new token
     sequence_ids [T]    which of the B sequences it belongs to

@@ -62,6 +62,7 @@ def route(
         ids,
         weights,
         count,
+        0 if fixed is None else len(fixed),
         factor,
         EXPERTS=experts,
         PADDED=triton.next_power_of_2(experts),
@@ -146,6 +147,7 @@ def _choose_kernel(
     ids,
     weights,
     count,
+    vocab,
     factor,
     EXPERTS: tl.constexpr,
     PADDED: tl.constexpr,
@@ -164,7 +166,9 @@ def _choose_kernel(
     score = tl.sqrt_rn(_softplus(logit))
     choice = tl.arange(0, PADDED_K)
     if fixed is not None:
-        row = tl.load(fixed + tl.load(tokens + token) * TOPK + choice, mask=choice < TOPK, other=0).to(tl.int32)
+        name = tl.load(tokens + token)
+        known = (name >= 0) & (name < vocab)  # an id outside the table asks expert 0, as its embedding is zeros
+        row = tl.load(fixed + name * TOPK + choice, mask=(choice < TOPK) & known, other=0).to(tl.int32)
     else:
         key = score
         if bias is not None:

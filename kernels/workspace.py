@@ -47,7 +47,8 @@ class Workspace:
     def flip(self) -> None:
         """Goes on in the other half of what is left, emptied; what was taken since the last flip stays until the next.
 
-        So a sublayer's result outlives its scratch by exactly one sublayer, the one that reads it.
+        So a sublayer's result outlives its scratch by exactly one sublayer, the one that reads it. What must live longer
+        (logits beside a draft) is taken before the first flip.
         """
         if self._other_half is None:
             middle = (self._used + self._end) // 2 // ALIGNMENT * ALIGNMENT

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import backend
-from kernels.hyper import HyperWeights, Mixed, hyper_head, hyper_post, hyper_post_pre, hyper_pre
+from kernels.hyper import STREAMS, HyperWeights, Mixed, hyper_head, hyper_post, hyper_post_pre, hyper_pre
 from kernels.quant import Quantised
 from kernels.workspace import flip
 from model.weights import Checkpoint
@@ -22,6 +22,10 @@ class HyperConnection:
     def __init__(self, checkpoint: Checkpoint, prefix: str, kind: str) -> None:
         config = checkpoint.config
         n, width = config.hc_mult, config.hc_mult * config.hidden_size
+        if backend.active().triton and n != STREAMS:
+            raise ValueError(
+                f"config field hc_mult is {n}: the GPU kernels are written for {STREAMS} streams; use --device cpu"
+            )
         self.quantised, self.norm_eps = config.quantised, config.rms_norm_eps
         fn = checkpoint.take_float(f"{prefix}.hc_{kind}_fn", 2 * n + n * n, width)
         base = checkpoint.take_float(f"{prefix}.hc_{kind}_base", 2 * n + n * n)

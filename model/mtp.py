@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.embed import embed
 from kernels.gemm import linear
 from kernels.norm import rms_norm
 from kernels.ragged import Ragged
@@ -38,7 +39,7 @@ class MTP:
         logits float32 [T, vocab]). Row p is stored at position p. A second draft takes the MTP streams and the first
         draft at position p+1."""
         eps = self.config.rms_norm_eps
-        token = linear(rms_norm(self.main.embed[next_tokens], self.token_norm, eps), self.token_projection)
+        token = linear(rms_norm(embed(next_tokens, self.main.embed, 1)[:, 0], self.token_norm, eps), self.token_projection)
         stream = linear(rms_norm(streams, self.stream_norm, eps).flatten(0, 1), self.stream_projection)
         turn = rotation(batch.positions, self.frequencies)
         streams = through(token[:, None] + stream.view_as(streams), self.block.sublayers(next_tokens, batch, turn, cache))

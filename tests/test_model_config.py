@@ -89,7 +89,7 @@ def test_the_released_layout() -> None:
     assert [f.layer for f in layout.slot if f.kind == "window"] == list(range(44))
     live = sum(nbytes for _, nbytes in layout.live_slot_spans(100_003))
     csa = (4 + 3) * (8192 + 2048) * 21
-    assert live == 44 * 127 * 584 + csa + 20 * (100_003 % 128) * 4096
+    assert live == 44 * 127 * 592 + csa + 20 * (100_003 % 128) * 4096
     assert kv_layout(config, "bf16").find(2, "csa").row_bytes == 1024
     assert kv_layout(config, "bf16").find(2, "csa_index").row_bytes == 256
     assert kv_layout(config, "fp32").find(43, "window").row_bytes == 2048
