@@ -125,6 +125,8 @@ def serve(config: DecodeConfig) -> int:
 
     def build(context: zmq.Context[Any]) -> Worker:
         sizes = {"num_pages": config.num_pages, "num_slots": config.num_slots}
-        return Worker(config, Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes), context)
+        runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
+        runner.warm_up((min(2**power, config.max_batch), 1) for power in range(config.max_batch.bit_length() + 1))
+        return Worker(config, runner, context)
 
     return wire.worker.serve("decode", config, build)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,12 +12,15 @@ from torch import Tensor
 
 from kernels import backend
 from kvtransfer.arena import Arena
-from model.batch import Batch
+from model.batch import Batch, Row
 from model.cache import LayerCache, kv_layout, resolve_kv_dtype
 from model.config import ModelConfig
 from model.mtp import MTP
 from model.transformer import Transformer
 from model.weights import Checkpoint
+
+WARM_PAGES = 16  # so wide that entries must be chosen, as in a long text: more than index_topk of them
+_log = logging.getLogger("model")
 
 
 class Runner:
@@ -56,6 +62,22 @@ class Runner:
             "kv_dtype": self.kv_dtype,
             **self.layout.identity(),
         }
+
+    @torch.inference_mode()
+    def warm_up(self, steps: Iterable[tuple[int, int]]) -> None:
+        """Compiles the kernels of steps of (sequences, tokens of each), on page 0 and slot 0, which belong to nobody. Does
+        nothing without kernels. A loop whose first request waits for the compiler would be taken for dead.
+        """
+        if not backend.active().triton:
+            return
+        begin_s = time.monotonic()
+        for sequences, tokens in steps:
+            pages = [0] * max(WARM_PAGES, self.layout.pages_for(tokens))
+            rows = [Row([0] * tokens, 0, 0, pages)] * sequences
+            self.logits(self.forward(Batch.build(rows, self.layout.page_tokens, self.device))[:sequences])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        _log.info("kernels compiled in %.1f s", time.monotonic() - begin_s)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

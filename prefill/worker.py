@@ -118,6 +118,11 @@ def serve(config: PrefillConfig) -> int:
 
     def build(context: zmq.Context[Any]) -> Worker:
         sizes = {"num_pages": config.num_pages, "num_slots": config.num_slots}
-        return Worker(config, Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes), context)
+        runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
+        chunks = [min(2**power, config.chunk_tokens) for power in range(config.chunk_tokens.bit_length() + 1)]
+        runner.warm_up(
+            [*((1, chunk) for chunk in chunks), (max(1, config.step_tokens // config.chunk_tokens), config.chunk_tokens)]
+        )
+        return Worker(config, runner, context)
 
     return wire.worker.serve("prefill", config, build)

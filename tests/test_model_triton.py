@@ -12,6 +12,7 @@ from tests.kernel_backend import DEVICE, triton_backend  # before any kernel
 
 # isort: split
 from kernels import backend
+from kernels.launch import launches_go_to
 from model.runner import Runner
 from tests import golden
 
@@ -31,3 +32,25 @@ def test_one_prompt_on_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
     limits = case.js["tolerance"][case.js["default_profile"]]
     assert (logits[0] - stored).square().mean().sqrt() <= limits["last_rms"]
     assert int(logits[0].argmax()) == tokens[0]
+
+
+def test_warming_up_starts_every_kernel_on_the_page_that_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a card that is not there, with kernels that are not started: which are, and that nothing else is touched."""
+    before, started = backend.active(), set()
+    monkeypatch.setattr(backend, "choose", lambda device: backend.use(backend.TARGETS["sm_120"]))
+    try:
+        runner = Runner(golden.model_dir("tiny-fp8fp4"), page_tokens=golden.PAGE_TOKENS, num_pages=4, num_slots=3)
+        with launches_go_to(lambda kernel, grid, *args, **options: started.add(kernel.fn.__name__)):
+            runner.warm_up([(4, 1), (1, 7), (1, 300)])
+    finally:
+        backend.use(before)
+    for kernel in ("_decode", "_attend", "_score_kernel", "_compress", "_kv_rows", "swiglu_kernel", "_choose_kernel"):
+        assert kernel in started, started
+    assert not runner.arena.pages.any(), "kernels alone write pages"
+
+
+def test_without_kernels_there_is_nothing_to_warm_up() -> None:
+    runner = golden.runner("tiny-bf16")
+    runner.arena.pages[0].fill_(7)
+    runner.warm_up([(2, 1)])
+    assert (runner.arena.pages[0] == 7).all()
