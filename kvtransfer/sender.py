@@ -23,6 +23,7 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.places import page_places, slot_places
 from kvtransfer.tombstones import Tombstones
 from kvtransfer.transports import MAX_WRITE_SPANS, Drained, Freed, Key, Lost, Place, Span, Transport, Wrote
+from kvtransfer.transports.seal import check_secret
 from wire.messages import Grant, Ready, unpack_ids
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Sender:
         handoff.stage = Stage.GRANTED
         try:
             handoff.granted_pages = unpack_ids(grant.pages)
+            check_secret(grant.secret)
         except ValueError as error:
             self._lose(handoff, f"grant: {error}")
             return True

@@ -52,7 +52,8 @@ class SharedMemory:
 
         Raises OSError when it cannot be opened, ValueError when it is not what it was said to be.
         """
-        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # what is opened may be a pipe or a terminal instead
+        own = os.open(f"/proc/{pid}/fd/{fd}", flags)
         try:
             if fcntl.fcntl(own, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise ValueError("the peer's memory is not sealed: it could be cut while it is read")

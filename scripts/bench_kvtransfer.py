@@ -1,14 +1,15 @@
 """What a link can do for KV transfer, as ratios to the same bytes through plain TCP and memcpy in the same run.
 
     python -m scripts.bench_kvtransfer                                  two processes of this host
-    python -m scripts.bench_kvtransfer --serve 0.0.0.0:7000 --advertise HOST     the decode side of two hosts, and
-    python -m scripts.bench_kvtransfer --connect HOST:7000                       the prefill side
+    python -m scripts.bench_kvtransfer --serve HOST:7000 --cluster-key FILE                the decode side of two hosts, and
+    python -m scripts.bench_kvtransfer --connect HOST:7000 --host ME --cluster-key FILE    the prefill side
 
 Real pages and slots of DeepSeek-V4-Flash. Times run from the first byte's push until the receiver has checked the last.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import socket
@@ -29,11 +30,9 @@ from kvtransfer.sender import Sender, SendLost, Sent
 from kvtransfer.transports import BulkOptions, Key, Transport, open_transport
 from kvtransfer.transports.bulk import congestion_control
 from kvtransfer.transports.faults import Faults, FaultyTransport
-from model.cache import kv_layout
-from model.config import ModelConfig
-from scripts.kv_ends import NUM_SLOTS, busy_python, cpu_seconds, serve
+from scripts.kv_ends import NUM_SLOTS, busy_python, cpu_seconds, flash_layout, prove, serve
 from scripts.kv_floors import memcpy_seconds, send
-from tests.test_model_config import RELEASED
+from wire.curve import ClusterKey, require_key
 from wire.messages import Abort, Failed, Grant, Offer, SamplingParams, Tokens
 from wire.options import option, parse
 from wire.sockets import Inbox, Outbox, open_context
@@ -58,8 +57,20 @@ class BenchConfig:
     inject: str = option(
         "", help='faults at the prefill side, as "drop=0.01,delay=0.1,seconds=0.2": drop, delay, corrupt, stall, cut'
     )
+    cluster_key: str = option("", help="file of the cluster's key (scripts/make_keys.py), at both sides; bulk is sealed then")
+    insecure: bool = option(False, help="listen beyond this host without a key: whoever can connect is served")
     repeats: int = option(5, help="measurements of a case; the median counts")
     json: str = option("", help="also write the numbers to this file")
+
+    def __post_init__(self) -> None:
+        name, host = ("--serve", self.serve.rpartition(":")[0]) if self.serve else ("--host", self.host)
+        if self.serve and not (host and self.serve.rpartition(":")[2].isdigit()):
+            raise ValueError(f"--serve is {self.serve!r}; it must be HOST:PORT")
+        if host in ("0.0.0.0", "::", "*") and not self.advertise:
+            raise ValueError(f"{name} {host} also needs --advertise: the name the other side reaches this one by")
+        require_key(name, host, self.cluster_key, self.insecure)
+        if self.cluster_key:
+            ClusterKey.read(self.cluster_key)  # raises for what is none
 
 
 @dataclass
@@ -84,27 +95,25 @@ class Row:
     tcp_cpu_s_per_gb: float
 
 
-def flash_layout() -> KVLayout:
-    return kv_layout(ModelConfig.from_json(RELEASED))
-
-
 class Source:
     """The prefill side, connected to a target. `close` when done."""
 
     def __init__(self, config: BenchConfig, path: str, lanes: int, num_pages: int, target: tuple[str, int]) -> None:
-        self.layout, self.num_pages, self._target = flash_layout(), num_pages, target
+        self.layout, self.num_pages, self._target, self._config = flash_layout(), num_pages, target, config
+        sealed = config.sealed or bool(config.cluster_key)
         self.arena = _filled(self.layout, num_pages)
         options = BulkOptions(path, lanes)
         self._control = socket.create_connection(target)
         self._lines = self._control.makefile("r")
-        order = {"pages": num_pages, "options": astuple(options), "sealed": config.sealed, "busy": config.busy}
+        self._control.sendall(prove(config.cluster_key, self._lines.readline().strip()).encode())
+        order = {"pages": num_pages, "options": astuple(options), "sealed": sealed, "busy": config.busy}
         order["timeout_s"] = 1.0 if config.inject else 30.0
         there = self._ask(order)
         real = open_transport(self.arena, config.host, config.advertise, options)
         self.transport: Transport = FaultyTransport(real, Faults.parse(config.inject)) if config.inject else real
-        self._context = open_context()
-        self._inbox, self._outbox = Inbox(self._context, config.host, 0, config.advertise), Outbox(self._context)
-        self._sender, self._there = Sender(self.arena, self.transport, config.sealed), there["inbox"]
+        self._context = open_context(config.cluster_key)
+        self._inbox, self._outbox = self._new_inbox(), Outbox(self._context)
+        self._sender, self._there = Sender(self.arena, self.transport, sealed), there["inbox"]
         self._rid, self.broken, self._injecting = 0, 0, bool(config.inject)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
@@ -167,7 +176,7 @@ class Source:
 
     def round_trips(self, stop: threading.Event) -> list[float]:
         """Seconds of control round trips, Offer to Grant, a hundred a second until `stop`."""
-        inbox, outbox, trips = Inbox(self._context), Outbox(self._context), []
+        inbox, outbox, trips = self._new_inbox(), Outbox(self._context), []
         rid = 1 << 40
         while not stop.is_set():
             rid += 1
@@ -188,9 +197,18 @@ class Source:
         self._outbox.close()
         self._context.destroy(linger=0)
 
+    def _new_inbox(self) -> Inbox:
+        """Where the other side, on whichever host, reaches us."""
+        return Inbox(self._context, self._config.host, 0, self._config.advertise)
+
     def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        self._control.sendall(json.dumps(order).encode() + b"\n")
-        reply: dict[str, Any] = json.loads(self._lines.readline())
+        line = ""
+        with contextlib.suppress(ConnectionError):
+            self._control.sendall(json.dumps(order).encode() + b"\n")
+            line = self._lines.readline()
+        if not line:
+            raise SystemExit("the decode side has hung up: it has another --cluster-key, or has ended; see what it prints")
+        reply: dict[str, Any] = json.loads(line)
         return reply
 
 
@@ -255,7 +273,8 @@ def run(config: BenchConfig, show: bool = True) -> list[Row]:
     if config.connect:
         host, port = config.connect.rsplit(":", 1)
     else:
-        command = [sys.executable, "-m", "scripts.bench_kvtransfer", "--serve", "127.0.0.1:0"]
+        key = ["--cluster-key", config.cluster_key] if config.cluster_key else []
+        command = [sys.executable, "-m", "scripts.bench_kvtransfer", "--serve", "127.0.0.1:0", *key]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         host, port = child.stdout.readline().split()[1].rsplit(":", 1)
@@ -310,7 +329,7 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as workers have it
     if config.serve:
         host, port = config.serve.rsplit(":", 1)
-        serve(flash_layout(), host, int(port), config.advertise, once=False)
+        serve(flash_layout(), host, int(port), config.advertise, config.cluster_key)
         return
     print(f"TCP congestion control here: {congestion_control()} (bbr paces loopback to about half)", HEADER, sep="\n")
     rows = run(config)

@@ -7,10 +7,10 @@ are Offer, Grant and Ready over the inboxes that workers use, and arrival is tol
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import resource
-import select
 import socket
 import threading
 import time
@@ -28,11 +28,77 @@ from kvtransfer.pages import PagePool, SeqKV
 from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.transports import BulkOptions, Freed, Key, open_transport
 from kvtransfer.transports.seal import new_secret
+from model.cache import kv_layout
+from model.config import ModelConfig
 from scripts.kv_floors import receive
+from wire.curve import ClusterKey
 from wire.messages import Abort, Failed, Grant, Offer, Ready, Tokens
 from wire.sockets import Inbox, Outbox, open_context
 
 NUM_SLOTS = 10
+ADMIT_S = 10.0  # for a source to say who it is
+# config.json of DeepSeek-V4-Flash: what it says about layers and sizes makes the layout of real pages and slots
+RELEASED: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "sliding_window": 128,
+    "compress_rope_theta": 160000,
+    "rope_theta": 10000,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 2048,
+    "num_hash_layers": 3,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hidden_act": "silu",
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1048576,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "expert_dtype": "fp4",
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+}
+
+
+def flash_layout() -> KVLayout:
+    return kv_layout(ModelConfig.from_json(RELEASED))
 
 
 def cpu_seconds() -> float:
@@ -69,9 +135,9 @@ def busy_python(threads: int) -> Iterator[None]:
 class Target:
     """The decode side. `serve` runs until the source hangs up."""
 
-    def __init__(self, layout: KVLayout, host: str, advertise: str) -> None:
-        self._layout, self._host, self._advertise = layout, host, advertise
-        self._context = open_context()
+    def __init__(self, layout: KVLayout, host: str, advertise: str, cluster_key: str) -> None:
+        self._layout, self._host, self._advertise, self._sealed = layout, host, advertise, bool(cluster_key)
+        self._context = open_context(cluster_key)
         self._inbox = Inbox(self._context, host, 0, advertise)
         self._outbox = Outbox(self._context)
         self._waiting: deque[Offer] = deque()
@@ -84,7 +150,7 @@ class Target:
         arena.pages.zero_()
         self._pool = PagePool(order["pages"] + 1, NUM_SLOTS)
         transport = open_transport(arena, self._host, self._advertise, BulkOptions(*order["options"]))
-        new = new_secret if order["sealed"] else bytes
+        new = new_secret if order["sealed"] or self._sealed else bytes
         self._receiver = Receiver(arena, transport, order["timeout_s"], new)
         reply = {"inbox": self._inbox.address, "bulk": transport.address()}
         poller = zmq.Poller()
@@ -143,13 +209,34 @@ class Target:
             self._outbox.send(offer.prefill_inbox, self._receiver.open(key, room.slot, room.pages))
 
 
-def serve(layout: KVLayout, host: str, port: int, advertise: str, once: bool) -> None:
+def prove(cluster_key: str, challenge: str) -> str:
+    """What shows that one has the cluster's key, without telling it; of a challenge that is used once."""
+    secret = ClusterKey.read(cluster_key).secret if cluster_key else b""
+    return hmac.new(secret, b"kv benchmark " + challenge.encode(), "sha256").hexdigest()
+
+
+def admit(connection: socket.socket, cluster_key: str) -> bool:
+    """Whether who has connected has the cluster's key (or there is none): orders come in the clear, but not from anyone."""
+    challenge = os.urandom(32).hex()
+    connection.settimeout(ADMIT_S)
+    try:
+        connection.sendall(challenge.encode() + b"\n")
+        proof = connection.recv(64, socket.MSG_WAITALL)
+        connection.settimeout(None)
+    except OSError:
+        return False
+    return hmac.compare_digest(proof, prove(cluster_key, challenge).encode())
+
+
+def serve(layout: KVLayout, host: str, port: int, advertise: str, cluster_key: str = "") -> None:
     """Serves sources one after the other; prints ``listening HOST:PORT`` when it does."""
     torch.set_num_threads(1)
     with socket.create_server((host, port)) as listener:
         print(f"listening {advertise or host}:{listener.getsockname()[1]}", flush=True)
         while True:
             connection, _ = listener.accept()
-            Target(layout, host, advertise).serve(connection)
-            if once and not select.select([listener], [], [], 5)[0]:
-                return
+            if admit(connection, cluster_key):
+                Target(layout, host, advertise, cluster_key).serve(connection)
+            else:
+                print("refused a source that does not have the cluster's key", flush=True)
+                connection.close()

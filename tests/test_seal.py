@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtransfer.receiver import Arrived, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent
 from kvtransfer.transports import Drained, Landed, Lost, Span, Wrote
-from kvtransfer.transports.frame import BadFrame
+from kvtransfer.transports.frame import LANDED, REFUSED, BadFrame
 from kvtransfer.transports.seal import TAG_BYTES, Seal, new_secret
+from kvtransfer.transports.window import Ground
 from tests.transfer_rig import LAYOUT, PAGE_TOKENS, RawReceiver, RawSender, collect, header, small_arena, thread_transport, wait
 
 KEY = (7, 0)
@@ -112,6 +116,75 @@ def test_a_rogue_chunk_does_not_land_and_the_true_one_does(context: zmq.Context[
     receiver.close()
 
 
+OVERLAPS = [
+    (PAGE // 2, PAGE // 2, 0, PAGE),  # around what landed
+    (0, PAGE, 0, PAGE - 1),
+    (0, PAGE, 1, PAGE - 1),
+    (0, PAGE, 500, 9),
+    (400, 200, 0, 401),
+    (400, 200, 599, 100),
+]
+
+
+@pytest.mark.parametrize("landed", OVERLAPS, ids=str)
+def test_a_stranger_cannot_touch_what_has_landed(context: zmq.Context[Any], landed: tuple[int, int, int, int]) -> None:
+    """Decrypting in place writes before it knows, so not one byte of a true chunk may be a target again."""
+    at, nbytes, rogue_at, rogue_bytes = landed
+    source, target = small_arena(seed=1), small_arena(seed=2)
+    receiver = thread_transport(target)
+    receiver.expect(KEY, 3, [5], SECRET)
+    peer = RawSender(context, receiver.address())
+    truth = bytes(source.pages[1, at : at + nbytes].tolist())
+    head = header(KEY, [("page", 5, at, nbytes)], 9)
+    peer.socket.send_multipart([head, bytes(Seal(SECRET).close(9, 0, truth, head))])
+    assert peer.status() == LANDED
+    peer.socket.send_multipart([header(KEY, [("page", 5, rogue_at, rogue_bytes)], 10), bytes(rogue_bytes + TAG_BYTES)])
+    assert peer.status() == REFUSED
+    assert bytes(target.pages[5, at : at + nbytes].tolist()) == truth
+    receiver.close()
+
+
+def test_a_hand_off_that_a_stranger_meddled_with_arrives_whole(context: zmq.Context[Any]) -> None:
+    source, target = small_arena(seed=1), small_arena(seed=2)
+    out, into = thread_transport(source), thread_transport(target)
+    sender, receiver = Sender(source, out, sealed=True), Receiver(target, into, 5.0, new_secret)
+    sender.open(KEY)
+    sender.granted(receiver.open(KEY, 6, [11, 10]))
+    sender.push(KEY, [5, 3], 4, PAGE_TOKENS, final=False)
+    assert wait(lambda: (receiver.poll(0.0), into.inner._inbound._windows[KEY].numbers)[1])
+    rogue = RawSender(context, into.address())
+    rogue.socket.send_multipart([header(KEY, [("page", 11, 0, PAGE - 1)], 10**6), bytes(PAGE - 1 + TAG_BYTES)])
+    assert rogue.status() == REFUSED
+    sender.push(KEY, [5, 3], 4, 2 * PAGE_TOKENS, final=True)
+    ended: list[Any] = []
+
+    def step() -> bool:
+        for sent in sender.poll():
+            assert isinstance(sent, Sent)
+            receiver.ready(sent.ready)
+        ended.extend(receiver.poll(0.0))
+        return bool(ended)
+
+    assert wait(step)
+    assert ended == [Arrived(KEY, 2 * PAGE_TOKENS)]
+    for src, dst in zip([5, 3], [11, 10], strict=True):
+        assert torch.equal(source.pages[src], target.pages[dst])
+    out.close()
+    into.close()
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8), st.sampled_from([1, 2])), max_size=30))
+def test_ground_knows_every_byte_that_is_taken(draws: list[tuple[int, int, int]]) -> None:
+    ground = Ground()
+    taken: set[tuple[int, int]] = set()
+    for begin, nbytes, page in draws:
+        place, cells = ("page", page, begin, nbytes), {(page, at) for at in range(begin, begin + nbytes)}
+        assert ground.overlaps(place) == bool(cells & taken)
+        if not cells & taken:
+            ground.add(place)
+            taken |= cells
+
+
 def test_a_replayed_chunk_does_not_land_again(context: zmq.Context[Any]) -> None:
     target = small_arena()
     receiver = thread_transport(target)
@@ -149,6 +222,25 @@ def test_a_grant_without_a_secret_is_not_taken_by_who_seals() -> None:
     (lost,) = sender.poll()
     assert isinstance(lost, SendLost)
     assert "nothing leaves here unsealed" in lost.reason
+    out.close()
+    into.close()
+
+
+@pytest.mark.parametrize("secret", [b"x", b"x" * 15, b"x" * 24, b"x" * 33], ids=len)
+def test_a_secret_of_another_length_is_refused_where_it_comes_in(secret: bytes) -> None:
+    arena = small_arena()
+    out, into = thread_transport(arena), thread_transport(small_arena())
+    sender, receiver = Sender(arena, out), Receiver(small_arena(), into, 1.0)
+    sender.open(KEY)
+    sender.push(KEY, [1], 1, PAGE_TOKENS, final=True)
+    assert sender.granted(replace(receiver.open(KEY, 3, [5]), secret=secret))
+    (lost,) = sender.poll()
+    assert isinstance(lost, SendLost)
+    assert f"grant: a secret of {len(secret)} bytes; it has 16 or 32" in lost.reason
+    with pytest.raises(ValueError, match="16 or 32"):
+        out.write(into.address(), (8, 0), [Span("page", 1, 5, 0, PAGE)], secret)
+    with pytest.raises(ValueError, match="16 or 32"):
+        into.expect((8, 0), 4, [6], secret)
     out.close()
     into.close()
 

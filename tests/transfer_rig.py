@@ -125,15 +125,20 @@ class RawReceiver:
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode()
 
-    def chunk(self, status: int = 0, timeout_s: float = 5.0) -> tuple[Chunk, bytes] | None:
-        """The next chunk that is for somebody, and its bytes; it is acknowledged. None: nothing came."""
+    def take(self) -> None:
+        """The next chunk that is for somebody, and no word of it."""
+        assert self.chunk(None) is not None, "no chunk came"
+
+    def chunk(self, status: int | None = 0, timeout_s: float = 5.0) -> tuple[Chunk, bytes] | None:
+        """The next chunk that is for somebody, and its bytes; it is acknowledged with `status`. None: nothing came."""
         while self.socket.poll(int(timeout_s * 1000)):
             identity, head, *frames = self.socket.recv_multipart()
             if head[:4] == b"pdH2":
                 self.socket.send_multipart([identity, pack_welcome(Welcome("zeromq", "a test"))])
                 continue
             chunk = unpack_chunk(head)
-            self.socket.send_multipart([identity, pack_ack(Ack(chunk.number, 0 if chunk.probe else status))])
+            if chunk.probe or status is not None:
+                self.socket.send_multipart([identity, pack_ack(Ack(chunk.number, 0 if chunk.probe else status or 0))])
             if not chunk.probe:
                 return chunk, b"".join(frames)
         return None

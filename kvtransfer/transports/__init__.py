@@ -101,7 +101,7 @@ class Transport(Protocol):
         """Opens the window of `key`: from now on bytes of it may land in this slot and these pages, nowhere else, and
         each only once. With a `seal` (16 or 32 secret bytes, for this key alone) only what is sealed with it.
 
-        Raises ValueError for a number that is not a row of this arena, or is 0.
+        Raises ValueError for a number that is not a row of this arena, or is 0, and for a seal of another length.
         """
         ...
 
@@ -112,7 +112,8 @@ class Transport(Protocol):
     def write(self, peer: str, key: Key, spans: Sequence[Span], seal: bytes = b"") -> None:
         """Queues spans for the arena that listens at `peer`; ends in one Wrote, or one Lost for all writes of `key`.
 
-        Raises ValueError for a span outside this arena, or more than MAX_WRITE_SPANS: nothing is queued then.
+        Raises ValueError for a span outside this arena, more than MAX_WRITE_SPANS, or a seal that is none: nothing is queued
+        then. A write of a key that was lost or cancelled is dropped; its Lost or Drained is the answer to it too.
         """
         ...
 

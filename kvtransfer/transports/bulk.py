@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import socket
@@ -17,14 +18,17 @@ from kvtransfer.transports import MAX_WRITE_SPANS, BulkOptions, Event, Key, Link
 from kvtransfer.transports.channel import ChannelClosed, channel_pair, pack_spans, unpack_event
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.memory import CpuMemory, Memory, Rows
+from kvtransfer.transports.seal import check_secret
 
 if TYPE_CHECKING:
     from kvtransfer.arena import Arena
 
+END_S = 5.0  # for an engine to end by itself
 START_S = 120.0  # memory is touched for the first time: a second for ten gigabytes
-_GIB = str(1 << 30)
+_GIB = 1 << 30
 # libzmq allocates every frame it receives; giving those pages back to the kernel each time costs 10,000 faults for 64 MiB
-_MALLOC = {"MALLOC_TRIM_THRESHOLD_": _GIB, "MALLOC_MMAP_THRESHOLD_": _GIB, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(_GIB), "MALLOC_MMAP_THRESHOLD_": str(_GIB), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _DEFAULTS = BulkOptions()
 _log = logging.getLogger("kvtransfer")
@@ -56,6 +60,7 @@ class BulkTransport:
         for kind, numbers in (("page", pages), ("slot", [slot])):
             if not all(0 < number < self._rows[kind][0] for number in numbers):
                 raise ValueError(f"{kind}s {numbers} cannot be granted: ours are 1..{self._rows[kind][0] - 1}")
+        check_secret(seal)
         self._channel.send("expect", *key, slot, list(pages), self._mark(), seal)
 
     def revoke(self, key: Key) -> None:
@@ -68,6 +73,7 @@ class BulkTransport:
             raise ValueError(f"a write takes 1 to {MAX_WRITE_SPANS} spans, not {len(spans)}")
         for span in spans:
             self._check(span)
+        check_secret(seal)
         self._channel.send("write", *key, peer, pack_spans(list(spans)), self._mark(), seal)
 
     def cancel(self, key: Key) -> None:
@@ -111,7 +117,11 @@ class BulkTransport:
         self._closed = True
         self._channel.close()
         if self._process is not None:
-            self._process.wait()
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:  # stuck, or stopped: this worker has to end all the same
+                self._process.kill()
+                self._process.wait()
         else:
             self._thread.join()
 
@@ -135,6 +145,7 @@ class BulkTransport:
         from kvtransfer.transports.channel import Channel
         from kvtransfer.transports.engine import Engine, Site
 
+        _keep_freed_memory()
         memory = _device_memory(arena)
         site = Site(memory, self._rows, arena.shared, host, options, self._counters)
         self._engine = Engine(Channel(theirs), site)
@@ -182,6 +193,13 @@ def _device_memory(arena: Arena) -> Memory:
 
         return CudaMemory(arena)
     return CpuMemory({"page": arena.pages.numpy(), "slot": arena.slots.numpy()})
+
+
+def _keep_freed_memory() -> bool:
+    """For an engine in this process what _MALLOC is for one of its own, as far as it can still be said: pieces of up to
+    32 MiB, glibc's most. Whether this C library has such a thing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, 32 << 20)) and bool(mallopt(_TRIM_THRESHOLD, _GIB))
 
 
 def congestion_control() -> str:

@@ -16,6 +16,7 @@ import msgpack
 from kvtransfer.transports import Drained, Event, Landed, Lost, Span, Wrote
 
 MAX_BYTES = 200_000  # of a message: what a socket pair takes in one piece with the kernel's default buffer
+REASON_BYTES = 300  # of a Lost: an error's text may be of any length
 BUFFER_BYTES = 4 << 20  # as far as the kernel allows
 _READ_BYTES = 1 << 20
 
@@ -95,7 +96,7 @@ def pack_event(event: Event) -> list[Any]:
         case Landed(key, places, digest):
             return ["landed", *key, list(places), digest]
         case Lost(key, reason):
-            return ["lost", *key, reason]
+            return ["lost", *key, reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore")]
         case Drained(key):
             return ["drained", *key]
 

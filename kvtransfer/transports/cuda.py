@@ -19,7 +19,7 @@ from kvtransfer.transports.memory import Bytes
 if TYPE_CHECKING:
     from kvtransfer.arena import Arena
 
-_MARKS = 65_536  # kept; a hand-off waits seconds at most, not for so many others
+_MARKS = 65_536  # kept; a hand-off that waits for more others than that starts behind the last of them
 
 
 class CudaMemory:
@@ -31,6 +31,7 @@ class CudaMemory:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._numbers = count(1)
+        self._newest = 0
         self._events: dict[int, torch.cuda.Event] = {}
 
     def mark(self) -> int:
@@ -38,6 +39,7 @@ class CudaMemory:
         event.record(torch.cuda.current_stream(self._device))
         number = next(self._numbers)
         self._events[number] = event
+        self._newest = number  # in this order: the other thread finds what it names
         self._events.pop(number - _MARKS, None)
         return number
 
@@ -50,7 +52,7 @@ class CudaMemory:
 
     def gather(self, places: Sequence[Place], out: Bytes, mark: int) -> None:
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._events[mark])
+            self._stream.wait_event(self._event(mark))
             packed = torch.cat(self._views(places))
             torch.from_numpy(out).copy_(packed, non_blocking=True)
             self._stream.synchronize()
@@ -63,12 +65,16 @@ class CudaMemory:
         pinned: Bytes = self._staging[:total].numpy()
         np.concatenate(parts, out=pinned)
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._events[mark])
+            self._stream.wait_event(self._event(mark))
             packed = self._staging[:total].to(self._device, non_blocking=True)
             for target, source in zip(self._views(places), torch.split(packed, sizes), strict=True):
                 target.copy_(source)
             self._stream.synchronize()
         yield from np.split(pinned, np.cumsum(sizes[:-1]))
+
+    def _event(self, mark: int) -> torch.cuda.Event:
+        """What a copy waits for. A mark that is forgotten is covered by any later one: one thread makes them, in order."""
+        return self._events.get(mark) or self._events[self._newest]
 
     def _views(self, places: Sequence[Place]) -> list[torch.Tensor]:
         return [self._rows[kind][number, offset : offset + nbytes] for kind, number, offset, nbytes in places]

@@ -18,8 +18,8 @@ from typing import Any
 import zmq
 
 from kvtransfer.sharing import NAME_BYTES, SharedMemory
-from kvtransfer.transports import BulkOptions, Event, Landed, Link
-from kvtransfer.transports.channel import Channel, ChannelClosed, pack_event, unpack_spans
+from kvtransfer.transports import BulkOptions, Event, Landed, Link, Lost
+from kvtransfer.transports.channel import REASON_BYTES, Channel, ChannelClosed, pack_event, unpack_spans
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import MAX_HEADER_BYTES, Hello
 from kvtransfer.transports.inbound import Inbound
@@ -99,11 +99,13 @@ class Engine:
 
     def _turn(self) -> None:
         """Waits until something can be done, and does a little of everything that can."""
-        ready = {source for source, _ in self._poller.poll(5 if self._channel.backlog else self._outbound.wait_ms())}
+        wait_ms = 5 if self._channel.backlog else min(self._inbound.wait_ms(), self._outbound.wait_ms())
+        ready = {source for source, _ in self._poller.poll(wait_ms)}
         now_s = time.monotonic()
         self._obey()
         if self._port in ready:
             self._inbound.receive(self._port, self._obey)
+        self._inbound.tend(now_s)
         self._outbound.turn(ready, now_s)
         self._tell()
 
@@ -122,19 +124,29 @@ class Engine:
 
     def _emit(self, event: Event) -> None:
         self._events.append(pack_event(event))
-        self._places += len(event.places) if isinstance(event, Landed) else 1
+        self._places += _weight(event)
         if self._places >= _PLACES:
             self._tell()
 
     def _tell(self) -> None:
         """What happened in a turn goes out in one message: each one wakes the owner."""
         if self._events:
-            self._channel.send("events", self._events)
-            self._events, self._places = [], 0
+            events, self._events, self._places = self._events, [], 0  # first: what cannot be sent must not be in the way
+            self._channel.send("events", events)
         self._channel.flush()
 
     def _report(self, peer: str, link: Link | None) -> None:
         self._channel.send("link", peer, None if link is None else astuple(link))
+
+
+def _weight(event: Event) -> int:
+    """How much room an event takes in a message, in places."""
+    match event:
+        case Landed():
+            return 1 + len(event.places)
+        case Lost():
+            return 1 + REASON_BYTES // 16
+    return 1
 
 
 def _hello(site: Site) -> Hello:

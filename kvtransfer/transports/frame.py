@@ -30,6 +30,7 @@ _CHUNK = struct.Struct(f"<4sBxxxIQQ{NAME_BYTES}sI")
 _SPAN = struct.Struct("<BxxxIIII")
 _ACK = struct.Struct("<4sBxxxQ")
 _MAX_REASON_BYTES = 500
+MAX_REPLY_BYTES = _WELCOME.size + _MAX_REASON_BYTES  # the longest that a receiver says
 MAX_HEADER_BYTES = _CHUNK.size + MAX_SPANS * _SPAN.size
 
 

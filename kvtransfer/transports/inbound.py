@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
     LANDED,
     LATE,
+    MAX_FRAMES,
     REFUSED,
     Ack,
     BadFrame,
@@ -35,27 +37,29 @@ from kvtransfer.transports.frame import (
 )  # fmt: skip
 from kvtransfer.transports.memory import Bytes, CpuMemory, Memory, Rows, shared_rows
 from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, Seal, tag_digest
+from kvtransfer.transports.window import Window
 
 _BURST = 4  # messages taken before sending gets its turn
 _REMEMBERED = 4096  # closed windows: what is under way when one closes comes soon after
-_MAX_MAPPED = 64  # arenas of peers; workers come and go
+_MAX_MAPPED = 64  # arenas of living peers; one more travels over the network path
+_LOOK_S = 1.0  # how often it is seen to that the owners of mapped arenas still live
 _SCRATCH_BYTES = 4 << 20
 _BESIDE_BYTES = 128 << 10  # less is digested sooner than handed to another thread
+_log = logging.getLogger("kvtransfer")
 
 
-@dataclass(slots=True)
-class _Window:
-    slot: int
-    pages: frozenset[int]
-    mark: int  # what the granted memory was last used for, on a device
-    seal: Seal | None
-    landed: set[Place] = field(default_factory=set)
-    numbers: set[int] = field(default_factory=set)  # of the chunks that landed
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """A peer's arena in our address space, and when the process that it belongs to began."""
 
-    def holds(self, place: Place, rows: Rows) -> bool:
-        kind, number, offset, nbytes = place
-        granted = number in self.pages if kind == "page" else number == self.slot
-        return granted and offset + nbytes <= rows[kind][1] and place not in self.landed
+    hello: Hello
+    memory: CpuMemory
+    began: str
+
+    @property
+    def owned(self) -> bool:
+        """Whether that process is still there: without it this map alone keeps gigabytes from the host."""
+        return bool(self.began) and _process_start(self.hello.pid) == self.began
 
 
 class Inbound:
@@ -67,19 +71,30 @@ class Inbound:
         self._path = path
         self._counters = counters
         self._emit = emit
-        self._windows: dict[Key, _Window] = {}
+        self._windows: dict[Key, Window] = {}
         self._revoked = Tombstones(_REMEMBERED)
-        self._mapped: OrderedDict[bytes, tuple[Hello, CpuMemory]] = OrderedDict()  # by the memory's name
+        self._mapped: dict[bytes, _Mapped] = {}  # by the memory's name
+        self._looked_s = 0.0
         self._beside = ThreadPoolExecutor(1, "digest")  # digests of large spans are made while the next one is copied
         self._scratch = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
 
     def expect(self, key: Key, slot: int, pages: Sequence[int], mark: int, secret: bytes) -> None:
-        self._windows[key] = _Window(slot, frozenset(pages), mark, Seal(secret) if secret else None)
+        self._windows[key] = Window(slot, frozenset(pages), mark, Seal(secret) if secret else None)
 
     def revoke(self, key: Key) -> None:
         if self._windows.pop(key, None) is not None:
             self._revoked.add(key)
         self._emit(Drained(key))
+
+    def tend(self, now_s: float) -> None:
+        """Lets go of the arenas of processes that are gone."""
+        if self._mapped and now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._drop_orphans()
+
+    def wait_ms(self) -> int:
+        """How long the engine may sleep."""
+        return int(_LOOK_S * 1000) if self._mapped else 10_000
 
     def close(self) -> None:
         self._beside.shutdown()
@@ -109,9 +124,14 @@ class Inbound:
             self._counters.add("bad_frames")
             return b""
         try:
+            if len(frames) > 1 + MAX_FRAMES:
+                raise BadFrame(f"{len(frames) - 1} frames of payload")
             status = self._probe(chunk, frames[1:]) if chunk.probe else self._land(chunk, header, frames[1:])
         except BadFrame:
             self._counters.add("bad_frames")
+            status = REFUSED
+        except Exception:  # a device fault, no memory: it costs this hand-off, whose sender must not wait for an answer
+            _log.exception("a chunk of hand-off %s cannot be landed", chunk.key)
             status = REFUSED
         return pack_ack(Ack(chunk.number, status))
 
@@ -121,15 +141,24 @@ class Inbound:
             return Welcome("zeromq", "shared memory is switched off at the receiver")
         if not hello.fd:
             return Welcome("zeromq", "the sender has no memory to share")
+        self._drop_orphans()
+        if len(self._mapped) >= _MAX_MAPPED and hello.memory_name not in self._mapped:
+            return Welcome(
+                "zeromq", f"the receiver has mapped {_MAX_MAPPED} arenas of living senders, which is the most it does"
+            )
         try:
             foreign = SharedMemory.open_foreign(hello.pid, hello.fd, hello.memory_bytes, hello.memory_name)
         except (OSError, ValueError) as error:
-            return Welcome("zeromq", f"the sender's memory cannot be mapped: {error}")
+            advice = "run both workers as one user in one PID namespace of one host, or with --transport zeromq"
+            return Welcome("zeromq", f"the sender's memory cannot be mapped: {error}; {advice}")
         foreign.close_descriptor()
-        self._mapped[hello.memory_name] = hello, CpuMemory(shared_rows(foreign, hello.rows))
-        if len(self._mapped) > _MAX_MAPPED:
-            self._mapped.popitem(last=False)
+        memory = CpuMemory(shared_rows(foreign, hello.rows))
+        self._mapped[hello.memory_name] = _Mapped(hello, memory, _process_start(hello.pid))
         return Welcome("shm", "")
+
+    def _drop_orphans(self) -> None:
+        for name in [name for name, mapped in self._mapped.items() if not mapped.owned]:
+            del self._mapped[name]
 
     def _probe(self, chunk: Chunk, frames: list[memoryview]) -> int:
         """A copy as good as any, to memory that is nobody's."""
@@ -150,15 +179,14 @@ class Inbound:
             self._counters.add("repeated_frames")
             return LANDED
         wanted = places(chunk.spans)
-        if len(set(wanted)) != len(wanted) or not all(window.holds(place, self._rows) for place in wanted):
-            raise BadFrame(f"not all of {wanted} was granted to {chunk.key} and is still missing")
+        if (refused := window.refused(wanted, self._rows)) is not None:
+            raise BadFrame(f"{refused} was not granted to {chunk.key}, or is not missing any more")
         digest = self._write(window, chunk, wanted, header, frames)
-        window.landed.update(wanted)
-        window.numbers.add(chunk.number)
+        window.land(chunk.number, wanted)
         self._emit(Landed(chunk.key, wanted, digest))
         return LANDED
 
-    def _write(self, window: _Window, chunk: Chunk, wanted: tuple[Place, ...], header: bytes, frames: list[memoryview]) -> int:
+    def _write(self, window: Window, chunk: Chunk, wanted: tuple[Place, ...], header: bytes, frames: list[memoryview]) -> int:
         """Puts a chunk's bytes in their places; gives their digest."""
         if chunk.memory_name:
             if window.seal is not None:
@@ -180,26 +208,26 @@ class Inbound:
         """The bytes of a chunk in its sender's memory (views)."""
         if chunk.memory_name not in self._mapped:
             raise BadFrame("a chunk of memory that is not mapped here")
-        hello, memory = self._mapped[chunk.memory_name]
-        self._mapped.move_to_end(chunk.memory_name)
+        mapped = self._mapped[chunk.memory_name]
         for span in chunk.spans:
-            count, row_bytes = hello.rows[span.kind]
+            count, row_bytes = mapped.hello.rows[span.kind]
             if span.src >= count or span.offset + span.nbytes > row_bytes:
                 raise BadFrame(f"{span} is not inside the sender's memory")
-        return [memory.direct((span.kind, span.src, span.offset, span.nbytes), 0) for span in chunk.spans]
+        return [mapped.memory.direct((span.kind, span.src, span.offset, span.nbytes), 0) for span in chunk.spans]
 
-    def _unseal(self, window: _Window, chunk: Chunk, wanted: tuple[Place, ...], header: bytes, frames: list[memoryview]) -> int:
+    def _unseal(self, window: Window, chunk: Chunk, wanted: tuple[Place, ...], header: bytes, frames: list[memoryview]) -> int:
         """Decrypts frame by frame: a large span straight into its place, small ones by way of a buffer."""
         assert window.seal is not None
         inner = [frame[:-TAG_BYTES] if len(frame) > TAG_BYTES else frame[:0] for frame in frames]
         split_payload(chunk.spans, inner)  # only for its check
         at = 0
         for index, (sealed, data) in enumerate(zip(frames, inner, strict=True)):
-            spans = chunk.spans[at:]
             group: list[Place] = []
-            while sum(place[3] for place in group) < len(data):
-                group.append(spans[len(group)].place)
-            at += len(group)
+            filled = 0
+            while filled < len(data):
+                group.append(wanted[at])
+                filled += wanted[at][3]
+                at += 1
             target = self._memory.direct(group[0], window.mark) if len(group) == 1 else None
             plain = target if target is not None else np.empty(len(data), dtype=np.uint8)
             window.seal.open_into(chunk.number, index, sealed, header, plain)
@@ -208,6 +236,15 @@ class Inbound:
                 for _ in self._memory.scatter(group, parts, window.mark):
                     pass
         return combine(tag_digest(frame) for frame in frames)
+
+
+def _process_start(pid: int) -> str:
+    """When a process of this host began, in clock ticks since the host did: with its number that names it. "" for none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]  # its state; field 22 of proc(5), counted from behind the name
 
 
 def _check_header(seal: Seal, chunk: Chunk, header: bytes, frames: Sequence[memoryview]) -> None:

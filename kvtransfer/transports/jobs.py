@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtransfer.digest import combine
+from kvtransfer.tombstones import Tombstones
 from kvtransfer.transports import Drained, Event, Key, Lost, Span, Wrote
 from kvtransfer.transports.frame import MAX_SPANS
 from kvtransfer.transports.seal import Seal
@@ -41,7 +42,10 @@ class Piece:
 
 
 class Jobs:
-    """Every job that is not over. A key ends once: with a Wrote per job, with one Lost, or with one Drained."""
+    """Every job that is not over. A key ends once: with a Wrote per job, with one Lost, or with one Drained.
+
+    After a Lost or a Drained the owner uses the memory for something else, so a `write` that crossed it is dropped unread.
+    """
 
     def __init__(self, emit: Callable[[Event], None], numbers: Iterator[int]) -> None:
         self._emit = emit
@@ -51,10 +55,11 @@ class Jobs:
         self._held: dict[Key, int] = {}  # pieces that are under way: our memory may be read for them
         self._closing: list[Piece] = []
         self._ending: dict[Key, Event] = {}  # keys that are given up, and what to say when nothing is held any more
+        self._ended = Tombstones()  # keys that were given up, and it has been said
 
     def add(self, job: Job) -> None:
-        if job.key in self._ending:
-            return  # its Lost is on the way
+        if job.key in self._ending or job.key in self._ended:
+            return  # one Lost or Drained is the answer to all writes of a key
         self._queues.setdefault(job.peer, deque()).append(job)
 
     def waiting(self, peer: str) -> bool:
@@ -93,6 +98,9 @@ class Jobs:
 
     def send_again(self, piece: Piece) -> None:
         """Its connection broke before it was acknowledged."""
+        if piece.job.key in self._ending:  # whose hand-off was given up meanwhile
+            self.release(piece)
+            return
         self._again.setdefault(piece.job.peer, deque()).append(piece)
 
     def landed(self, piece: Piece) -> None:
@@ -141,7 +149,7 @@ class Jobs:
         if not self._held[key]:
             del self._held[key]
             if key in self._ending:
-                self._emit(self._ending.pop(key))
+                self._say_end(key)
 
     def _end(self, key: Key, event: Event) -> None:
         for peer, queue in self._queues.items():
@@ -153,4 +161,8 @@ class Jobs:
                 pieces.remove(piece)
                 self.release(piece)
         if key not in self._held and key in self._ending:
-            self._emit(self._ending.pop(key))
+            self._say_end(key)
+
+    def _say_end(self, key: Key) -> None:
+        self._ended.add(key)
+        self._emit(self._ending.pop(key))

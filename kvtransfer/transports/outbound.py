@@ -21,6 +21,7 @@ from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
     LANDED,
     LATE,
+    MAX_REPLY_BYTES,
     BadFrame,
     Chunk,
     Hello,
@@ -138,7 +139,9 @@ class Outbound:
         elif peer.link is not None and not peer.link.usable and now_s - peer.tested_s < RETEST_S:
             self._jobs.lose_peer(address, peer.link.reason)
         elif peer.link is not None and not peer.link.usable:
-            self._test(peer, now_s)
+            self._drop_lanes(peer)
+            peer.link = None
+            self._greet(peer, now_s)  # from the start: whether its path is what was asked for is found out with WELCOME
         elif self._can_send(peer):
             self._send(peer, now_s)
 
@@ -309,6 +312,7 @@ class Outbound:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 4 * CREDIT)  # never reached: credit comes first
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)  # libzmq closes the connection of a peer that announces more
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

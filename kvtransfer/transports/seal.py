@@ -17,11 +17,18 @@ from kvtransfer.transports.memory import Bytes
 TAG_BYTES = 16
 NO_PAYLOAD = 1 << 31  # the frame's number in a chunk that has a header alone
 SECRET_BYTES = 16
+SECRET_SIZES = (16, 32)  # AES-128 or AES-256
 _NONCE = struct.Struct("<QI")
 
 
 def new_secret() -> bytes:
     return os.urandom(SECRET_BYTES)
+
+
+def check_secret(secret: bytes) -> None:
+    """Raises ValueError for what is no secret; none at all (b"") is for bulk that is not sealed."""
+    if secret and len(secret) not in SECRET_SIZES:
+        raise ValueError(f"a secret of {len(secret)} bytes; it has 16 or 32")
 
 
 class Seal:
