@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.bench_kvtransfer import HEADER, BenchConfig, flash_layout, line, run
+from scripts.bench_kvtransfer import HEADER, BenchConfig, line, run
+from scripts.kv_ends import flash_layout
 
 
 @pytest.mark.parametrize("path", ["zeromq", "shm"])
