@@ -181,7 +181,8 @@ def _stop_requested(signum: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     config = parse(LocalConfig, "launch_local.sh")
-    signal.signal(signal.SIGTERM, _stop_requested)
+    for each in (signal.SIGTERM, signal.SIGINT):  # a shell starts what is in the background with SIGINT ignored
+        signal.signal(each, _stop_requested)
     system: System | None = None
     try:
         system = System(config)
