@@ -151,7 +151,13 @@ def test_a_hand_off_that_a_stranger_meddled_with_arrives_whole(context: zmq.Cont
     sender.open(KEY)
     sender.granted(receiver.open(KEY, 6, [11, 10]))
     sender.push(KEY, [5, 3], 4, PAGE_TOKENS, final=False)
-    assert wait(lambda: (receiver.poll(0.0), into.inner._inbound._windows[KEY].numbers)[1])
+
+    def something_landed() -> bool:
+        receiver.poll(0.0)
+        window = into.inner._inbound._windows.get(KEY)  # opened by the engine's thread, in its own time
+        return window is not None and bool(window.numbers)
+
+    assert wait(something_landed)
     rogue = RawSender(context, into.address())
     rogue.socket.send_multipart([header(KEY, [("page", 11, 0, PAGE - 1)], 10**6), bytes(PAGE - 1 + TAG_BYTES)])
     assert rogue.status() == REFUSED
