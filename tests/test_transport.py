@@ -59,8 +59,6 @@ from kvtransfer.transports.memory import CpuMemory
 from kvtransfer.transports.outbound import CHUNK_BYTES, RETEST_S
 from kvtransfer.transports.packer import DIRECT_BYTES
 from scripts.bench_kvtransfer import BenchConfig, Source, run
-from scripts.kv_ends import RELEASED
-from tests import test_model_config
 from tests.transfer_rig import (
     LAYOUT,
     Proxy,
@@ -1252,8 +1250,7 @@ def test_control_round_trips_come_back_to_the_host_that_is_advertised(context: z
     there.close()
 
 
-def test_the_benchmark_measures_the_released_layout_and_needs_no_tests() -> None:
-    assert RELEASED == test_model_config.RELEASED
+def test_the_benchmark_needs_no_tests() -> None:
     for name in ("bench_kvtransfer", "kv_ends", "kv_floors"):
         path = ROOT / "scripts" / f"{name}.py"
         assert not re.search(r"^\s*(from|import) tests\b", path.read_text(), re.MULTILINE), path
