@@ -1,5 +1,5 @@
 """Programmatic dependent launch for kernels of a microsecond or two: the next one is started while one still runs, and waits
-itself before it touches memory. A chain of six of them, one token: 8.7 us in place of 11.6 on an H200."""
+itself before it touches what another kernel writes. A chain of six of them, one token: 8.7 us in place of 11.6 on an H200."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kernels import backend
 from kernels.jit import jit
 
 
-def early() -> dict[str, Any]:
-    """Launch options of a kernel that begins with `await_inputs(EARLY)`."""
-    if backend.active().arch < 90:
+def early(wanted: bool = True) -> dict[str, Any]:
+    """Launch options of a kernel that waits itself where its EARLY says so, as with `await_inputs`."""
+    if not wanted or backend.active().arch < 90:
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}
 

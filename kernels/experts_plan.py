@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels import backend, workspace
+from kernels.early import early
 from kernels.experts_block import block_kernel
 from kernels.experts_fp4 import BLOCK_ROWS, SCALES, STEP, TOKENS, WORDS
 from kernels.experts_portable import (
@@ -101,7 +102,7 @@ class Plan:
             DIRECT=self.direct,
             WGMMA=backend.active().hopper,
             num_warps=4,
-            **early(self.direct and not gather),
+            launch_pdl=self.direct and not gather,
         )
 
     def _descriptors(self, rows: Tensor, matrices: Matrices, tile: int) -> tuple[TensorDescriptor, ...]:
@@ -181,7 +182,6 @@ class Plan:
             WIDTH=width,
             TOPK=self._choices,
             BLOCK=block,
-            PROGRAMMATIC=self.direct,
             num_warps=4 if block >= 512 else 1,
             **early(self.direct),
         )
@@ -209,16 +209,10 @@ def swiglu(
         INNER=inner,
         BLOCKS=blocks,
         ROWS=taken,
-        PROGRAMMATIC=programmatic,
         num_warps=4,
         **early(programmatic),
     )
     return out if scales is None else Quantised(out, scales)
-
-
-def early(programmatic: bool) -> dict[str, Any]:
-    """A kernel that waits itself for the one before it may begin before that has ended."""
-    return {"launch_pdl": True} if programmatic else {}
 
 
 # Below: the fastest of what was tried on an H200 at the widths of V4-Flash

@@ -250,12 +250,12 @@ def swiglu_kernel(
     INNER: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """silu(min(gate, limit)) * clip(up, +-limit) * weight, ROWS blocks of 128 channels a program; blocks are numbered row by
     row. With out_scales the result becomes e4m3; before that it is rounded to gate_up's dtype, as everything between two
     matrices is. weights None: every weight is 1; order None: row i is pair i."""
-    if PROGRAMMATIC:
+    if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -291,10 +291,10 @@ def sum_kernel(
     WIDTH: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """out[t] = answers[t * k] + ... + answers[t * k + k - 1] (+ shared[t]), in that order, float32, rounded once."""
-    if PROGRAMMATIC:
+    if EARLY:
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from kernels import backend, workspace
+from kernels.early import await_inputs, early
 from kernels.hyper_mma import mix_fragments_kernel
 from kernels.jit import jit
 from kernels.launch import launch
@@ -25,6 +26,7 @@ from kernels.quant import ACTIVATION_BLOCK, Quantised, inverse_power_of_two, qua
 from kernels.rounding import INTERPRETED, rounded
 
 STREAMS = 4  # what the Triton kernels are written for: Sinkhorn keeps a 4 x 4 matrix in registers
+MIX_CHANNELS, MIX_VECTOR = 32, 4
 PARTIAL_COLUMNS = 32  # a row of partial sums: the mixes, then the sum of squares, then padding
 PORTABLE_TOKENS = 32
 PORTABLE_CHANNELS = 32
@@ -183,24 +185,22 @@ def mixed_reference(streams: Tensor, weights: HyperWeights, norm_weight: Tensor,
 @dataclass(frozen=True, slots=True)
 class _Tiles:
     """How `mix_fragments_kernel` cuts its work: blocks of tokens, 16 or more a warp, by a span of channels, walked in steps of
-    `channels`, of which a thread loads `vector` at once."""
+    MIX_CHANNELS, of which a thread loads MIX_VECTOR at once."""
 
     tokens: int
     warps: int
     span: int
-    channels: int
-    vector: int
 
 
 def _tiles(tokens: int) -> _Tiles:
     """Chosen from shapes alone, so a row's sums do not depend on what else is in the batch."""
     if tokens <= 16:
-        return _Tiles(16, 1, 32, 32, 4)
+        return _Tiles(16, 1, 32)
     if tokens <= 128:
-        return _Tiles(32, 2, 32, 32, 4)
+        return _Tiles(32, 2, 32)
     if tokens <= 1024:
-        return _Tiles(64, 4, 128, 32, 4)
-    return _Tiles(64, 4, 256, 32, 4)
+        return _Tiles(64, 4, 128)
+    return _Tiles(64, 4, 256)
 
 
 def _finish_shape(tokens: int) -> tuple[int, int]:
@@ -213,12 +213,6 @@ def _require_four(n: int) -> None:
         raise ValueError(f"hc_mult is {n}; the Triton kernels are written for {STREAMS} streams")
 
 
-def _dependent() -> dict[str, bool]:
-    """Launch options: a kernel that gdc_wait()s may be set up while the one before it still runs (sm_90 and newer)."""
-    early = backend.active().arch >= 90
-    return {"DEPENDENT": early, "launch_pdl": early}
-
-
 def _mix(streams: Tensor, weights: HyperWeights, before: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> Tensor:
     """Partial sums float32 [splits, PARTIAL_COLUMNS, T] of fn times the streams, and of their squares. before: the
     (out, post, comb, into) of a `hyper_post` that comes first."""
@@ -226,7 +220,7 @@ def _mix(streams: Tensor, weights: HyperWeights, before: tuple[Tensor, Tensor, T
     _require_four(n)
     tiles = _tiles(tokens)
     span = min(tiles.span, width)
-    if streams.dtype != torch.bfloat16 or width % span or span % tiles.channels or not backend.active().arch:
+    if streams.dtype != torch.bfloat16 or width % span or span % MIX_CHANNELS or not backend.active().arch:
         return _mix_portable(streams, weights, before)
     partial = workspace.empty((width // span, PARTIAL_COLUMNS, tokens), torch.float32, streams.device)
     out, post, comb, into = before or (streams, streams, streams, streams)
@@ -246,11 +240,11 @@ def _mix(streams: Tensor, weights: HyperWeights, before: tuple[Tensor, Tensor, T
         OUTPUTS=len(weights.fn),
         COLUMNS=PARTIAL_COLUMNS,
         TOKENS=tiles.tokens,
-        CHANNELS=tiles.channels,
-        VECTOR=tiles.vector,
+        CHANNELS=MIX_CHANNELS,
+        VECTOR=MIX_VECTOR,
         POST=before is not None,
         num_warps=tiles.warps,
-        **_dependent(),
+        **early(),
     )
     return partial
 
@@ -284,7 +278,7 @@ def _mix_portable(streams: Tensor, weights: HyperWeights, before: tuple[Tensor, 
         PARTS=0 if streams.dtype == torch.float32 else 2,
         num_warps=4,
         num_stages=2,
-        **_dependent(),
+        **early(),
     )
     return partial
 
@@ -333,7 +327,7 @@ def _finish(
         ITERATIONS=weights.iterations,
         QUANTISE=quantise,
         num_warps=warps,
-        **_dependent(),
+        **early(),
     )
     return Mixed(x, Quantised(codes, scales) if quantise else None, post, comb)
 
@@ -373,12 +367,10 @@ def _mix_kernel(
     CHANNELS: tl.constexpr,
     POST: tl.constexpr,
     PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A block of tokens times a span of channels of all streams; the streams after `hyper_post` if POST."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(EARLY)
     split = tl.program_id(1)
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = rows < tokens
@@ -462,10 +454,10 @@ def _finish_kernel(
     SINKHORN_TOKENS: tl.constexpr,
     ITERATIONS: tl.constexpr,
     QUANTISE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The first programs make post and comb of SINKHORN_TOKENS tokens each, the others a token's input each."""
-    if DEPENDENT:
+    if EARLY:
         gdc_wait()
     first = 0 if OUTPUTS == N else tl.cdiv(tokens, SINKHORN_TOKENS)
     token = tokens - 1 - (tl.program_id(0) - first)  # backwards: the last ones written are still in the cache

@@ -31,7 +31,7 @@ def mix_fragments_kernel(
     CHANNELS: gl.constexpr,
     VECTOR: gl.constexpr,
     POST: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    EARLY: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """As `kernels.hyper._mix_kernel`, with fn as two bf16 parts [2, OUTPUTS, 4 * WIDTH]. VECTOR: channels of a load."""
@@ -54,7 +54,7 @@ def mix_fragments_kernel(
     wanted += gl.arange(0, CHANNELS, gl.SliceLayout(0, copies))[None, :]
     async_copy.async_copy_global_to_shared(weights.index(0), wanted)
     async_copy.commit_group()
-    if DEPENDENT:  # weights do not depend on the kernel before
+    if EARLY:  # weights do not depend on the kernel before
         gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
