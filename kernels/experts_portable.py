@@ -1,7 +1,8 @@
 """The kernels of the experts that run on every card: who works on which rows, the grouped product, the gate, the sum.
 
-A step has P = T * k pairs (token, choice), numbered pair = token * k + choice. `segments` sorts them by expert (stable, so
-the result does not depend on timing) and cuts each expert's rows into tiles of TILE; both products run over those tiles.
+A step has P = T * k pairs (token, choice), numbered pair = token * k + choice. `segments_kernel` (or, of many,
+`order_kernel`) sorts them by expert (stable, so the result does not depend on timing) and cuts each expert's rows into tiles
+of TILE; both products run over those tiles.
 """
 
 from __future__ import annotations

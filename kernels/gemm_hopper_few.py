@@ -324,7 +324,7 @@ def _wide(w_tile, scale_byte, layout: gl.constexpr):
 
 @gluon_jit
 def bf16_of_e4m3_pairs(pairs, scale_byte, layout: gl.constexpr):
-    """int16 [M, K / 2], two e4m3 each, times 2^(scale_byte - 127) -> bf16 [M, K], as `bf16_of_e4m3` of gemm.py. The pair is a
+    """int16 [M, K / 2], two e4m3 each, times 2^(scale_byte - 127) -> bf16 [M, K] (gemm_portable.bf16_of_e4m3). The pair is a
     register of the matrix unit's operand, so nothing moves between threads."""
     scale = (scale_byte + 120) * 0x00800080  # twice, as bf16: times 2^120
     left, right = gl.inline_asm_elementwise(

@@ -183,7 +183,6 @@ def score_entries(
     topk: int,
     first: int,
     count: int,
-    chosen: Tiling | indexer_hopper.Tiling | None = None,
 ) -> Scores:
     """Scores of the tokens first .. first + count - 1, float32. Arguments as of select_entries."""
     capacity, device = capacity_of(batch, pages), queries.device
@@ -193,11 +192,11 @@ def score_entries(
     )
     heads, dim = queries.shape[1:]
     members, uniform = _grouping(batch, row.kind, count)
-    if chosen is None:
-        if backend.active().hopper and indexer_hopper.fits(row.kind, pages.shape[1], heads, dim):
-            chosen = indexer_hopper.tiling(members, capacity)
-        else:
-            chosen = tiling(row.kind, triton.next_power_of_2(members), backend.active().shared_bytes)
+    chosen: Tiling | indexer_hopper.Tiling
+    if backend.active().hopper and indexer_hopper.fits(row.kind, pages.shape[1], heads, dim):
+        chosen = indexer_hopper.tiling(members, capacity)
+    else:
+        chosen = tiling(row.kind, triton.next_power_of_2(members), backend.active().shared_bytes)
     programs = chosen.programs * backend.active().multiprocessors
     groups = triton.cdiv(count, members)
     keys, key_scales = _planes(pages, row)

@@ -33,22 +33,19 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
 
 
-def rms_norm_quantise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Quantised]:
-    """x [T, C] -> its norm in x's dtype, and that norm in FP8."""
+def rms_norm_quantise(x: Tensor, weight: Tensor, eps: float) -> Quantised:
+    """x [T, C] -> its norm, rounded to x's dtype and then to FP8: all that a quantised weight wants of it."""
     if not backend.active().triton:
         return rms_norm_quantise_reference(x, weight, eps)
-    normed = empty(x.shape, x.dtype, x.device)
     codes = empty(x.shape, torch.float8_e4m3fn, x.device)
     scales = empty((len(x), triton.cdiv(x.shape[1], ACTIVATION_BLOCK)), torch.uint8, x.device)
-    quantised = Quantised(codes, scales)
-    _launch_rms_norm(x, weight, eps, normed, quantised)
-    return normed, quantised
+    _launch_rms_norm(x, weight, eps, codes, scales)
+    return Quantised(codes, scales)
 
 
-def rms_norm_quantise_reference(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Quantised]:
-    normed = rms_norm_reference(x, weight, eps)
-    codes, scale = quantise_fp8(normed, ACTIVATION_BLOCK)
-    return normed, Quantised(codes[..., : x.shape[-1]].contiguous(), scale_to_byte(scale))
+def rms_norm_quantise_reference(x: Tensor, weight: Tensor, eps: float) -> Quantised:
+    codes, scale = quantise_fp8(rms_norm_reference(x, weight, eps), ACTIVATION_BLOCK)
+    return Quantised(codes[..., : x.shape[-1]].contiguous(), scale_to_byte(scale))
 
 
 def query_norm_reference(x: Tensor, eps: float) -> Tensor:
@@ -84,7 +81,8 @@ def query_norm_rope(q: Tensor, turn: Tensor, eps: float) -> Tensor:
     return q
 
 
-def _launch_rms_norm(x: Tensor, weight: Tensor, eps: float, normed: Tensor, quantised: Quantised | None) -> None:
+def _launch_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None) -> None:
+    """out: in x's dtype, or with scales e4m3."""
     channels = x.shape[-1]
     rows = x if x.dim() == 2 else x.view(-1, channels)
     block = max(triton.next_power_of_2(channels), ACTIVATION_BLOCK)
@@ -93,13 +91,11 @@ def _launch_rms_norm(x: Tensor, weight: Tensor, eps: float, normed: Tensor, quan
         (len(rows),),
         rows,
         weight,
-        normed,
-        normed if quantised is None else quantised.codes,
-        normed if quantised is None else quantised.scales,
+        out,
+        scales,
         eps,
         rows.stride(0),
         CHANNELS=channels,
-        QUANTISE=quantised is not None,
         BLOCK=block,
         num_warps=min(max(block // 1024, 1), 8),
         **early(),
@@ -116,13 +112,11 @@ def norm_factor(x, eps, CHANNELS: tl.constexpr):
 def _rms_norm(
     x_ptr,
     weight_ptr,
-    normed_ptr,
-    codes_ptr,
+    out_ptr,
     scales_ptr,
     eps,
     row_stride,
     CHANNELS: tl.constexpr,
-    QUANTISE: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -134,14 +128,15 @@ def _rms_norm(
     x = tl.load(x_ptr + row * row_stride + channel, real, 0.0)
     wide = x.to(tl.float32)
     normed = wide * norm_factor(wide, eps, CHANNELS) * weight
-    tl.store(normed_ptr + row * CHANNELS + channel, rounded(normed, x.dtype), real)
-    if QUANTISE:
+    if scales_ptr is None:
+        tl.store(out_ptr + row * CHANNELS + channel, rounded(normed, x.dtype), real)
+    else:
         blocks: tl.constexpr = BLOCK // 128
         scales: tl.constexpr = (CHANNELS + 127) // 128
         grouped = tl.reshape(rounded_through(normed, x.dtype), (blocks, 128))
         byte = ue8m0_for_fp8(tl.max(tl.abs(grouped), 1))
         codes = rounded(grouped * inverse_power_of_two(byte)[:, None], tl.float8e4nv)
-        tl.store(codes_ptr + row * CHANNELS + channel, tl.reshape(codes, (BLOCK,)), real)
+        tl.store(out_ptr + row * CHANNELS + channel, tl.reshape(codes, (BLOCK,)), real)
         block = tl.arange(0, blocks)
         tl.store(scales_ptr + row * scales + block, byte.to(tl.uint8), block < scales)
 

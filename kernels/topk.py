@@ -29,7 +29,6 @@ def choose_rows(
     rows: int,
     ratio: int,
     first: int = 0,
-    warps: int = WARPS,
 ) -> None:
     """Fills chosen int32 [T, topk] and counts int32 [T] (see indexer.Entries) for as many tokens from `first` on as scores
     float32 [n, capacity] and maxima [n, capacity / 8] have; rows a page."""
@@ -54,7 +53,7 @@ def choose_rows(
         FEW=few,
         FINE=max(1024, 4 * few),
         COARSE=max(1024, 16 * few),
-        num_warps=warps,
+        num_warps=WARPS,
     )
 
 

@@ -68,7 +68,7 @@ class Attention:
 
     def _latent(self, projected: Tensor) -> Tensor | Quantised:
         if self.config.quantised:
-            return rms_norm_quantise(projected, self.q_norm, self.config.rms_norm_eps)[1]
+            return rms_norm_quantise(projected, self.q_norm, self.config.rms_norm_eps)
         return rms_norm(projected, self.q_norm, self.config.rms_norm_eps)
 
     def _compressed_entries(

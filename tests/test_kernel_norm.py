@@ -52,9 +52,8 @@ def test_rms_norm(dtype: torch.dtype, channels: int) -> None:
 def test_rms_norm_quantise(channels: int) -> None:
     x = random(4, channels, dtype=torch.bfloat16) * torch.tensor([[1.0], [1e-6], [30], [0]]).to(DEVICE)
     x, weight = x.bfloat16(), random(channels, seed=1)
-    normed, quantised = rms_norm_quantise(x, weight, EPS)
-    assert torch.equal(normed, rms_norm(x, weight, EPS))
-    _, expected = rms_norm_quantise_reference(x, weight, EPS)
+    quantised = rms_norm_quantise(x, weight, EPS)
+    expected = rms_norm_quantise_reference(x, weight, EPS)
     assert quantised.codes.shape == x.shape and quantised.scales.shape == expected.scales.shape
     assert_rounds_alike(quantised.values().bfloat16(), expected.values().bfloat16())
     assert torch.equal(quantised.scales, expected.scales)
