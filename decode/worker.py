@@ -23,7 +23,7 @@ from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Receiver
 from kvtransfer.transports import BulkOptions, open_transport
 from kvtransfer.transports.seal import new_secret as make_secret
-from model.runner import Runner
+from model.runner import Runner, doubling
 from wire.messages import Abort, Offer, Ready, Refused
 from wire.worker import Presence
 
@@ -126,7 +126,7 @@ def serve(config: DecodeConfig) -> int:
     def build(context: zmq.Context[Any]) -> Worker:
         sizes = {"num_pages": config.num_pages, "num_slots": config.num_slots}
         runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
-        runner.warm_up((min(2**power, config.max_batch), 1) for power in range(config.max_batch.bit_length() + 1))
+        runner.warm_up((sequences, 1) for sequences in doubling(config.max_batch))
         return Worker(config, runner, context)
 
     return wire.worker.serve("decode", config, build)

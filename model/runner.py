@@ -23,6 +23,11 @@ WARM_PAGES = 16  # so wide that entries must be chosen, as in a long text: more 
 _log = logging.getLogger("model")
 
 
+def doubling(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`: the sizes to warm up for. Kernels are chosen for sizes between powers of two."""
+    return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
+
+
 class Runner:
     """Loads `model_dir` onto `device`. Raises ValueError that says what is wrong with the config, the checkpoint or an
     option."""

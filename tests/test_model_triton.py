@@ -13,7 +13,7 @@ from tests.kernel_backend import DEVICE, triton_backend  # before any kernel
 # isort: split
 from kernels import backend
 from kernels.launch import launches_go_to
-from model.runner import Runner
+from model.runner import Runner, doubling
 from tests import golden
 
 torch.set_num_threads(1)
@@ -54,3 +54,7 @@ def test_without_kernels_there_is_nothing_to_warm_up() -> None:
     runner.arena.pages[0].fill_(7)
     runner.warm_up([(2, 1)])
     assert (runner.arena.pages[0] == 7).all()
+
+
+def test_the_sizes_to_warm_up_for_end_with_the_largest() -> None:
+    assert [doubling(most) for most in (1, 2, 6, 64)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16, 32, 64]]
