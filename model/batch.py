@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kernels.ragged import Ragged
 
+TABLE_STEP = 16  # a page table is that many pages wide or a multiple: the compiler knows widths by what divides them
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -42,7 +44,7 @@ class Batch(Ragged):
         cu_tokens = [0]
         for length in lengths:
             cu_tokens.append(cu_tokens[-1] + length)
-        widest = max(len(row.pages) for row in rows)
+        widest = -(-max(len(row.pages) for row in rows) // TABLE_STEP) * TABLE_STEP
 
         def tensor(values: list[int] | list[list[int]]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
