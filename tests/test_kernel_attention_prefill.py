@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention_prefill import prefill_attention
+from kernels import backend
+from kernels.attention_prefill import _runs_on_hopper, prefill_attention
 from kernels.backend import Backend
 from kernels.indexer import Entries
 from kernels.rope import rope_reference
@@ -216,3 +217,19 @@ def test_pages_further_apart_than_32_bits() -> None:
         apart[page] = pages[page].to(DEVICE)
     chunk.pages = apart
     chunk.check()
+
+
+def test_the_fast_form_takes_the_widths_it_was_written_for() -> None:
+    """Everything else goes to the portable kernel, rotary channels of another number among it."""
+    q, turn = torch.empty(4, 64, 512, dtype=torch.bfloat16), torch.empty(4, 32, 2)
+    before = backend.active()
+    try:
+        backend.use(backend.TARGETS["sm_90"])
+        assert _runs_on_hopper(q, 128, turn)
+        for other in ((q[:, :48], 128, turn), (q[..., :384], 128, turn), (q, 100, turn), (q, 128, torch.empty(4, 64, 2))):
+            assert not _runs_on_hopper(*other)
+        assert not _runs_on_hopper(q.float(), 128, turn)
+        backend.use(backend.TARGETS["sm_120"])
+        assert not _runs_on_hopper(q, 128, turn)
+    finally:
+        backend.use(before)

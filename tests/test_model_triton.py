@@ -5,6 +5,8 @@ tests/test_golden.py runs every prompt on the kernels of a GPU; this shows on an
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from tests.kernel_backend import DEVICE, triton_backend  # before any kernel
 # isort: split
 from kernels import backend
 from kernels.launch import launches_go_to
+from model.hyper import HyperConnection
 from model.runner import Runner, doubling
 from tests import golden
 
@@ -58,3 +61,13 @@ def test_without_kernels_there_is_nothing_to_warm_up() -> None:
 
 def test_the_sizes_to_warm_up_for_end_with_the_largest() -> None:
     assert [doubling(most) for most in (1, 2, 6, 64)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16, 32, 64]]
+
+
+def test_a_model_that_the_kernels_do_not_take_is_refused_when_it_is_loaded() -> None:
+    before, checkpoint = backend.active(), SimpleNamespace(config=SimpleNamespace(hc_mult=2, hidden_size=64))
+    try:
+        backend.use(backend.TARGETS["sm_90"])
+        with pytest.raises(ValueError, match=r"hc_mult is 2.*--device cpu"):
+            HyperConnection(checkpoint, "layers.0", "attn")  # type: ignore[arg-type]
+    finally:
+        backend.use(before)
