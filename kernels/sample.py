@@ -213,6 +213,7 @@ class Parameters:
     repetition: Tensor  # float32 [R]; 1: off
     slots: Tensor  # int64 [R], rows of counts
     counts: Tensor  # int32 [slots, V]
+    drafts: Tensor  # int64 [R, D], tokens generated since that are not in counts yet; -1: none
     forbidden: Tensor  # int32 [R, F]
     forbidden_counts: Tensor  # int32 [R]
     bias_ids: Tensor  # int32 [R, B]
@@ -223,9 +224,16 @@ class Parameters:
 
     @classmethod
     def neutral(
-        cls, rows: int, vocab: int, slots: int, device: torch.device | str, forbidden: int = 16, biases: int = 512
+        cls,
+        rows: int,
+        vocab: int,
+        slots: int,
+        device: torch.device | str,
+        forbidden: int = 16,
+        biases: int = 512,
+        drafts: int = 4,
     ) -> Parameters:
-        """Greedy rows without changes. forbidden and biases: what a row's lists can hold, powers of two."""
+        """Greedy rows without changes. forbidden, biases, drafts: what a row's lists can hold, powers of two."""
 
         def filled(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
@@ -240,6 +248,7 @@ class Parameters:
             repetition=filled(rows, value=1, dtype=torch.float32),
             slots=filled(rows, dtype=torch.int64),
             counts=filled(slots, vocab),
+            drafts=filled(rows, drafts, value=-1, dtype=torch.int64),
             forbidden=filled(rows, forbidden),
             forbidden_counts=filled(rows),
             bias_ids=filled(rows, biases),
@@ -318,6 +327,9 @@ def _edit(logits: Tensor, p: Parameters) -> None:
     rows, ids = _listed(p.bias_ids, p.bias_counts)
     bias(logits, rows, ids, _entries(p.bias_values, p.bias_counts))
     seen = p.counts[p.slots]
+    for drafts in p.drafts.unbind(1):
+        there = (drafts >= 0).nonzero().flatten()
+        seen[there, drafts[there]] += 2
     penalised = (p.presence != 0) | (p.frequency != 0) | (p.repetition != 1)
     rows, ids = torch.nonzero((seen != 0) & penalised[:, None], as_tuple=True)
     generated = (seen[rows, ids] >> 1).float()
