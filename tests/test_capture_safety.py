@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import backend
 from kernels.launch import launches_go_to
+from kernels.streams import take_rows
 from kernels.workspace import Workspace
 from kvtransfer.arena import Arena
 from model.batch import Batch
@@ -104,6 +105,39 @@ def test_a_decode_step_can_be_captured(name: str, sequences: int, tokens: int, t
             logits = main.logits(main.forward(batch, caches[: len(main.layers)]))
     assert logits.shape == (sequences * tokens, main.config.vocab_size)
     assert len(started) > 10 * len(main.layers)
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (8, 1), (64, 1), (1, 5), (2, 4), (64, 2)])
+def test_drafts_can_be_captured(name: str, sequences: int, tokens: int, target: backend.Backend) -> None:
+    """A draft over all tokens of a step; from one row of each sequence its logits, and a draft behind it; and a step that only
+    leaves its rows. Each in a workspace of its own: what goes from one to the next is copied in between."""
+    _, mtp, caches = shapes_of(name, target)
+    step, one, started = step_of(sequences, tokens, pages=16), step_of(sequences, 1, pages=16), []
+    streams = torch.empty(sequences * tokens, mtp.config.hc_mult, mtp.config.hidden_size, dtype=mtp.main.dtype, device=META)
+    chosen, kept = torch.empty(sequences, dtype=torch.int64, device=META), streams[:sequences]
+
+    def first() -> torch.Tensor:
+        rows = take_rows(mtp.forward(streams, step.tokens, step, caches[-1]), chosen)
+        assert rows.shape == kept.shape and rows.dtype == kept.dtype
+        return mtp.logits(rows)
+
+    def behind() -> torch.Tensor:
+        return mtp.logits(mtp.forward(kept, one.tokens, one, caches[-1]))
+
+    def rows_alone() -> None:
+        mtp.store(streams, step.tokens, step, caches[-1])
+
+    workspace = Workspace(256 << 20, META)
+    with launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)):
+        for run in (first, behind, rows_alone):
+            run()  # constants are made once, before a capture
+            started.clear()
+            with workspace.active(), NothingNew():  # type: ignore[no-untyped-call]
+                result = run()
+            assert result is None or result.shape == (sequences, mtp.config.vocab_size)
+            assert "_join_streams" in started and "_kv_rows" in started
+            assert (result is None) == ("swiglu_kernel" not in started), "a stored row needs no experts"
 
 
 @pytest.mark.parametrize("name", golden.CASES)
