@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.launch import stage
 from kernels.sample import sample
 from kernels.sequences import SequenceTable, begin_step, finish_step, row_parameters
 from model.batch import Batch
@@ -31,7 +32,7 @@ class Step:
     def __init__(self, runner: Runner, table: SequenceTable, rows: int, tokens: int) -> None:
         self._runner, self._table = runner, table
         self.rows, self.tokens = rows, tokens
-        device = table.words.device
+        self.device = device = table.words.device
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -50,14 +51,17 @@ class Step:
 
     def forward(self) -> None:
         """From the table to logits."""
-        begin_step(self._table, self._batch, self._batch.tokens, self._runner.layout.page_tokens)
+        with stage("begin"):
+            begin_step(self._table, self._batch, self._batch.tokens, self._runner.layout.page_tokens)
         self._streams = self._runner.forward(self._batch)
         self._logits = self._runner.logits(self._streams)
 
     def finish(self, asks: Asks) -> None:
         """From logits to tokens, which are the table's next ones, and to what the host is told."""
         slots = self._batch.slots
-        parameters = row_parameters(self._table, slots, self.tokens, edits=asks.edits)
-        sampled = sample(self._logits, parameters, asks.draws, asks.edits, asks.tops)
-        finished = finish_step(self._table, slots, sampled, self.tokens)
+        with stage("sample"):
+            parameters = row_parameters(self._table, slots, self.tokens, edits=asks.edits)
+            sampled = sample(self._logits, parameters, asks.draws, asks.edits, asks.tops)
+        with stage("finish"):
+            finished = finish_step(self._table, slots, sampled, self.tokens)
         self.report, self.tops = finished.report, (sampled.top_ids, sampled.top_logprobs)

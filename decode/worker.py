@@ -25,6 +25,7 @@ from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Receiver
 from kvtransfer.transports import BulkOptions, open_transport
 from kvtransfer.transports.seal import new_secret as make_secret
+from model.memory import first_arena
 from model.runner import Runner, doubling
 from wire.messages import Abort, Offer, Ready, Refused
 from wire.worker import Presence
@@ -47,10 +48,10 @@ class Worker:
         new_secret = make_secret if config.cluster_key else bytes
         self._receiver = Receiver(runner.arena, self._transport, ARRIVAL_TIMEOUT_S, new_secret)
         identity, model = runner.identity(), runner.config
-        pool = PagePool(config.num_pages, config.num_slots)
+        pool = PagePool(len(runner.arena.pages), len(runner.arena.slots))
         limits = Limits(
             model.vocab_size,
-            model.max_position_embeddings,
+            config.longest(model.max_position_embeddings),
             model.eos_token_id,
             config.page_tokens,
             pool.total_pages,
@@ -154,7 +155,7 @@ def serve(config: DecodeConfig) -> int:
     torch.set_num_threads(config.threads)
 
     def build(context: zmq.Context[Any]) -> Worker:
-        sizes = {"num_pages": config.num_pages, "num_slots": config.num_slots}
+        sizes = first_arena(config.num_pages, config.num_slots, config.device)
         runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
         runner.warm_up((sequences, 1) for sequences in doubling(config.max_batch))
         return Worker(config, runner, context, depth=int(config.device == "cuda"))
