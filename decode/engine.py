@@ -12,28 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decode.graphs import Graphs
 from decode.sampling import Choice, Wishes, read_choices
 from decode.sequence import Sequence
-from decode.step import Step
 from decode.words import Words
-from kernels.sequences import MOST_DRAFTS, SequenceTable
-from model.batch import TABLE_STEP
-from model.runner import Runner
-
-
-class Steps:
-    """Steps of exactly the size that is asked for, made when it first is."""
-
-    def __init__(self, runner: Runner, table: SequenceTable) -> None:
-        self._runner, self._table = runner, table
-        self._made: dict[tuple[int, int], Step] = {}
-
-    def take(self, rows: int, tokens: int) -> Step:
-        """A step of `rows` rows or more, with `tokens` tokens each."""
-        size = rows, tokens
-        if size not in self._made:
-            self._made[size] = Step(self._runner, self._table, *size)
-        return self._made[size]
+from kernels.sequences import SequenceTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +32,15 @@ class Flight:
 class Engine:
     """Whatever `launch` raises concerns the sequences of that step only, unless the device is `lost`.
 
-    max_batch: most sequences of a step. depth: steps in flight while the next one is launched.
+    spare_pages: entries of the table behind a sequence's last page that steps may look at (decode/words.py). depth: steps in
+    flight while the next one is launched.
     """
 
-    def __init__(self, runner: Runner, max_batch: int, depth: int = 0) -> None:
-        self.depth = depth
-        self._device = runner.arena.pages.device
-        pages_for = runner.layout.pages_for
-        spare_pages = pages_for((depth + 2) * (MOST_DRAFTS + 1))  # steps in flight, this one, and guesses behind it
-        pages = min(pages_for(runner.config.max_position_embeddings), len(runner.arena.pages) - 1) + spare_pages
-        wide = -(-pages // TABLE_STEP) * TABLE_STEP
-        self.table = SequenceTable.make(max_batch, len(runner.arena.slots), wide, runner.config.vocab_size, self._device)
-        self._words = Words(self.table, spare_pages)
-        self._steps = Steps(runner, self.table)
+    def __init__(self, table: SequenceTable, graphs: Graphs, spare_pages: int, depth: int) -> None:
+        self.table, self.depth = table, depth
+        self._device = table.words.device
+        self._graphs = graphs
+        self._words = Words(table, spare_pages)
         self._wishes = Wishes([])
         self._flights: deque[Flight] = deque()
 
@@ -74,10 +53,9 @@ class Engine:
         """Starts a step that feeds each sequence its next token, and the first `tokens` - 1 guesses at those behind it."""
         if self._wishes.sequences != sequences:
             self._wishes = Wishes(list(sequences))
-        asks, step = self._wishes.asks(), self._steps.take(len(sequences), tokens)
-        self._words.write(sequences, step.rows)
-        step.forward()
-        step.finish(asks)
+        asks = self._wishes.asks()
+        self._words.write(sequences, self._graphs.step(len(sequences), tokens).rows)
+        step = self._graphs.run(len(sequences), tokens, asks)
         tops = (self._to_host(step.tops[0]), self._to_host(step.tops[1])) if asks.tops >= 0 else step.tops
         self._flights.append(Flight(list(sequences), self._to_host(step.report), tops, self._mark()))
 

@@ -15,8 +15,8 @@ import zmq
 
 import wire.worker
 from decode.config import DecodeConfig
-from decode.engine import Engine
 from decode.request import Limits
+from decode.room import make_engine
 from decode.sampling import MOST_TOPS
 from decode.scheduler import Scheduler
 from decode.sequence import Sequence
@@ -41,6 +41,7 @@ class Worker:
 
     def __init__(self, config: DecodeConfig, runner: Runner, context: zmq.Context[Any], depth: int = 0) -> None:
         """depth: steps in flight while the next one is launched (decode/engine.py)."""
+        self._engine = make_engine(config, runner, depth)  # first: it may give the runner its arena, and a capture is alone
         self._presence = Presence("decode", config, context)
         self.name, self.inbox, self.metrics = self._presence.name, self._presence.inbox, self._presence.metrics
         options = BulkOptions(config.transport, config.lanes, config.kv_floor)
@@ -69,7 +70,6 @@ class Worker:
             self._presence.outbox.send,
             self.metrics,
         )
-        self._engine = Engine(runner, config.max_batch, depth)
         self._busy_since_s = 0.0  # when the engine began with the oldest step in flight
         self._presence.join(identity, model, config.max_batch, self._counts, self.scheduler.live, self._transport)
 

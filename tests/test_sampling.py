@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from decode.config import DecodeConfig
 from decode.engine import Engine
+from decode.room import make_engine
 from decode.sampling import Choice, complaint
 from decode.sequence import Sequence
 from kernels.sample import Draw, draw, noise_stream, uniform, weights
@@ -69,7 +71,9 @@ def engine_of(sequences: list[Sequence], logits: torch.Tensor) -> Engine:
     for number, each in enumerate(sequences, 1):
         each.kv = SeqKV(number, [1])
     runner: Any = GivenLogits(logits)
-    return Engine(runner, len(sequences))
+    count = len(sequences)
+    config = DecodeConfig(model="", router="tcp://127.0.0.1:1", num_pages=2, num_slots=count + 1, max_batch=count)
+    return make_engine(config, runner, depth=0)
 
 
 def step(engine: Engine, sequences: list[Sequence]) -> list[Choice]:
