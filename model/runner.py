@@ -54,6 +54,10 @@ class Runner:
         self.mtp = MTP(checkpoint, self.transformer, self.kv_dtype) if self.config.num_nextn_predict_layers else None
         checkpoint.finish()
         self.checkpoint_digest = checkpoint.digest()
+        self.make_arena(num_pages, num_slots)
+
+    def make_arena(self, num_pages: int, num_slots: int) -> None:
+        """KV memory, all zero. A worker calls it again when it has measured what a step needs."""
         self.arena = Arena(self.layout, num_pages, num_slots, self.device)
         caches = [LayerCache.of(self.arena, self.config, layer) for layer in range(self.config.num_layers)]
         self.main_caches, self.mtp_caches = caches[: self.config.num_hidden_layers], caches[self.config.num_hidden_layers :]
@@ -77,15 +81,21 @@ class Runner:
             return
         begin_s = time.monotonic()
         for sequences, tokens in steps:
-            pages = [0] * max(WARM_PAGES, self.layout.pages_for(tokens))
-            batch = Batch.build([Row([0] * tokens, 0, 0, pages)] * sequences, self.layout.page_tokens, self.device)
-            streams = self.forward(batch)
-            self.logits(streams[:sequences])
-            if self.mtp is not None:
-                self.store_draft_rows(streams, batch.tokens, batch)
+            self.run_once(sequences, tokens)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         _log.info("kernels compiled in %.1f s", time.monotonic() - begin_s)
+
+    @torch.inference_mode()
+    def run_once(self, sequences: int, tokens: int, start: int = 0) -> None:
+        """A step at positions from `start` on, on page 0 and slot 0, which belong to nobody; for what it compiles and takes."""
+        pages = [0] * max(WARM_PAGES, self.layout.pages_for(start + tokens))
+        rows = [Row([0] * tokens, start, 0, pages)] * sequences
+        batch = Batch.build(rows, self.layout.page_tokens, self.device)
+        streams = self.forward(batch)
+        self.logits(streams[:sequences])
+        if self.mtp is not None:
+            self.store_draft_rows(streams, batch.tokens, batch)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from itertools import product
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from decode.step import Asks, Step
 from kernels import backend
 from kernels.launch import launches_go_to
+from kernels.sequences import MOST_DRAFTS, SequenceTable, begin_draft, keep_draft, row_parameters, write_words
 from kernels.streams import take_rows
 from kernels.workspace import Workspace
 from kvtransfer.arena import Arena
+from kvtransfer.layout import KVLayout
 from model.batch import Batch
 from model.cache import LayerCache, kv_layout
 from model.config import ModelConfig
 from model.mtp import MTP
+from model.runner import Runner
 from model.transformer import Transformer
 from model.weights import Checkpoint
 from tests import golden
@@ -151,6 +156,68 @@ def test_the_size_of_a_step_does_not_follow_the_longest_context(name: str, targe
             main.forward(step_of(8, 1, pages), caches[: len(main.layers)])
         grids.append(started)
     assert grids[0] == grids[1]
+
+
+class ShapesRunner:
+    """What a decode step calls of a Runner, without data."""
+
+    def __init__(self, main: Transformer, caches: list[LayerCache], layout: KVLayout) -> None:
+        self._main, self._caches, self.layout = main, caches[: len(main.layers)], layout
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self._main.forward(batch, self._caches)
+
+    def logits(self, streams: torch.Tensor) -> torch.Tensor:
+        return self._main.logits(streams)
+
+
+ASKS = [Asks(draws, edits, tops) for draws, edits, tops in product((False, True), (False, True), (-1, 0, 1, 20))]
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+@pytest.mark.parametrize("sequences", [1, 8, 64])
+def test_a_whole_decode_step_can_be_captured(name: str, sequences: int, target: backend.Backend) -> None:
+    """From the table to the report, whatever the rows want and however many drafts are verified."""
+    main, _, caches = shapes_of(name, target)
+    vocab = main.config.vocab_size
+    runner = cast(Runner, ShapesRunner(main, caches, kv_layout(main.config, "fp8" if main.config.quantised else "fp32")))
+    table, workspace = SequenceTable.make(sequences, sequences + 1, 64, vocab, META), Workspace(512 << 20, META)
+    for tokens in range(1, MOST_DRAFTS + 2):
+        started: list[str] = []
+        step = Step(runner, table, sequences, tokens)
+        with launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)):  # noqa: B023
+            step.forward()  # constants are made once, before a capture
+            started.clear()
+            with workspace.active(), NothingNew():  # type: ignore[no-untyped-call]
+                step.forward()
+                assert started[0] == "_begin_step" and len(started) > 10 * len(main.layers)
+                for asks in ASKS:
+                    started.clear()
+                    with workspace.frame():
+                        step.finish(asks)
+                    mass = ["_mass_kernel"] if asks.draws else []
+                    assert started == ["_row_parameters", "_scan_kernel", *mass, "_choose_kernel", "_finish_step"]
+                    assert step.report.shape == (sequences, 2 + 2 * tokens)
+                    assert [tops.shape for tops in step.tops] == [(sequences * tokens, max(asks.tops, 0))] * 2
+
+
+@pytest.mark.parametrize("drafted", range(MOST_DRAFTS))
+def test_a_draft_can_be_captured(drafted: int, target: backend.Backend) -> None:
+    """What goes round between two passes of the MTP layer, and the words of the host."""
+    table, batch = SequenceTable.make(8, 9, 16, 100, META), step_of(8, 1, 16)
+    sampled = torch.empty(8, dtype=torch.int64, device=META)
+    pairs = torch.empty(300, 2, dtype=torch.int32, device=META)
+    started: list[str] = []
+    with (
+        launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)),
+        Workspace(1 << 20, META).active(),
+        NothingNew(),  # type: ignore[no-untyped-call]
+    ):
+        write_words(table, pairs, 17)
+        row_parameters(table, batch.slots, 1, drafted)
+        keep_draft(table, batch.slots, sampled, drafted)
+        begin_draft(table, batch, batch.tokens, drafted + 1)
+    assert started == ["_write_words", "_row_parameters", "_keep_draft", "_begin_draft"]
 
 
 def test_the_watchman_sees_a_host_read_and_an_allocation() -> None:

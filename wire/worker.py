@@ -49,8 +49,10 @@ class WorkerConfig:
         "auto", choices=("auto", "fp8", "bf16", "fp32"), help="how KV rows are stored; auto: as the checkpoint"
     )
     page_tokens: int = option(256, help="tokens in a KV page")
-    num_pages: int = option(1024, help="KV pages; one is reserved")
+    num_pages: int = option(0, help="KV pages, one is reserved; 0: what a GPU's memory holds, 1024 on a CPU")
     num_slots: int = option(129, help="sequence slots; one is reserved")
+    memory_fraction: float = option(0.9, help="how much of a GPU's memory may be taken, weights and all")
+    max_context: int = option(0, help="tokens of the longest sequence; 0: as many as the model takes")
     transport: str = option(
         "auto", choices=("auto", "zeromq", "shm"), help="how KV travels; auto: shared memory on one host if it can be mapped"
     )
@@ -68,11 +70,18 @@ class WorkerConfig:
         if self.host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"--host {self.host} also needs --advertise: the name the router and other workers reach it by")
         require_key("--host", self.host, self.cluster_key, self.insecure)
-        self.require(num_pages=2, num_slots=2, page_tokens=1, threads=1, lanes=1, kv_floor=0)
+        self.require(num_pages=2 if self.num_pages else 0, num_slots=2, page_tokens=1, threads=1, lanes=1, kv_floor=0)
+        self.require(max_context=2 if self.max_context else 0)
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"--memory-fraction is {self.memory_fraction}; it must be more than 0 and at most 1")
         if self.lanes > 8:
             raise ValueError(f"--lanes is {self.lanes}; more than 8 connections to a peer only cost")
         if not 0 <= self.port < 65536:
             raise ValueError(f"--port is {self.port}; ports are 0 to 65535")
+
+    def longest(self, most: int) -> int:
+        """Tokens of the longest sequence, of a model that takes `most`."""
+        return min(self.max_context, most) if self.max_context else most
 
     def require(self, **least: int) -> None:
         """Raises ValueError for the first of these options that is less than it may be."""
@@ -136,7 +145,7 @@ class Presence:
     """A worker as others know it: its name, inbox and outbox, and the Status it keeps publishing.
 
     `join` makes it known. From then on the loop calls `stepped` after a step and `wait` when there is none to do; both
-    publish when it is time, and `wait` returns in a second at most.
+    publish when it is time, and `wait` returns in a second at most; `nap` while a device is still busy.
     """
 
     def __init__(self, role: str, config: WorkerConfig, context: zmq.Context[Any]) -> None:
@@ -163,7 +172,9 @@ class Presence:
         of all that is in hand."""
         self._identity, self._counts, self._live, self._bulk = identity, counts, live, bulk
         self._facts = {
-            "max_context": min(model.max_position_embeddings, counts()["total_pages"] * self._config.page_tokens),
+            "max_context": min(
+                self._config.longest(model.max_position_embeddings), counts()["total_pages"] * self._config.page_tokens
+            ),
             "vocab_size": model.vocab_size,
             "eos_token_id": model.eos_token_id,
             "bos_token_id": model.bos_token_id,
@@ -186,6 +197,13 @@ class Presence:
         self._publish(time.monotonic())
         longest_ms = IDLE_WAIT_MS if idle else LIVE_WAIT_MS
         self._poller.poll(longest_ms if max_wait_ms is None else max_wait_ms)
+
+    def nap(self, longest_ms: int) -> None:
+        """As `wait`, for a loop whose device is busy and which comes again at once: publishes only when it is time."""
+        now_s = time.monotonic()
+        if now_s >= self._next_publish_s:
+            self._publish(now_s)
+        self._poller.poll(longest_ms)
 
     def leave(self) -> None:
         """Says "gone" and closes the sockets."""

@@ -1,0 +1,90 @@
+"""The table, the KV memory and the graphs of a decode worker, made in the order in which they know of each other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from decode.config import DecodeConfig
+from decode.graphs import EVERYTHING, CudaRecorder, Graphs, Recorder, batch_sizes
+from decode.stages import check
+from decode.step import Step
+from kernels.sequences import MOST_DRAFTS, SequenceTable
+from model.batch import TABLE_STEP
+from model.memory import TRIAL, CudaGauge, Gauge, kv_room
+from model.runner import Runner
+
+_log = logging.getLogger("decode")
+
+
+def make_table(config: DecodeConfig, runner: Runner) -> SequenceTable:
+    """Wide enough for the longest sequence and the drafts behind it."""
+    longest = config.longest(runner.config.max_position_embeddings)
+    pages = -(-runner.layout.pages_for(longest + 1 + MOST_DRAFTS) // TABLE_STEP) * TABLE_STEP
+    return SequenceTable.make(config.max_batch, config.num_slots, pages, runner.config.vocab_size, runner.device)
+
+
+def make_graphs(config: DecodeConfig, runner: Runner, table: SequenceTable, tokens: Sequence[int]) -> Graphs:
+    """Gives `runner` its KV memory where --num-pages leaves that open, then captures. tokens: the new tokens a row of its
+    steps. Raises CaptureFailed, or ValueError when the memory is too small."""
+    if runner.device.type != "cuda":
+        return Graphs(runner, table, config.max_batch, tokens)
+
+    def recorder() -> Recorder:
+        return CudaRecorder(runner.device)
+
+    if config.capture == "check":
+        raise SystemExit(1 if check(runner, table, batch_sizes(config.max_batch), tokens, recorder) else 0)
+    captures = config.capture == "on"
+    if not config.num_pages:
+        allot(config, runner, table, tokens, recorder() if captures else None, CudaGauge(runner.device))
+    return Graphs(runner, table, config.max_batch, tokens, recorder() if captures else None)
+
+
+def allot(
+    config: DecodeConfig,
+    runner: Runner,
+    table: SequenceTable,
+    tokens: Sequence[int],
+    recorder: Recorder | None,
+    gauge: Gauge,
+) -> None:
+    """Measures the largest steps over an arena of two pages, and makes the real one of what is left."""
+    runner.make_arena(**TRIAL)
+    free_bytes, total_bytes = gauge.free_and_total()
+    step_bytes = _steps_bytes(config, runner, table, tokens, recorder, gauge)
+    longest = config.longest(runner.config.max_position_embeddings)
+    fraction, num_slots = config.memory_fraction, config.num_slots
+    room = kv_room(runner.layout, free_bytes, total_bytes, fraction, step_bytes, num_slots, longest)
+    runner.make_arena(room.num_pages, room.num_slots)
+    _log.info("%s", room)
+
+
+def _steps_bytes(
+    config: DecodeConfig,
+    runner: Runner,
+    table: SequenceTable,
+    tokens: Sequence[int],
+    recorder: Recorder | None,
+    gauge: Gauge,
+) -> int:
+    """What all steps will take: with graphs the workspaces, the pool and as many graphs as there will be, of which the
+    largest two sizes are captured for it."""
+    largest = Step(runner, table, config.max_batch, max(tokens))
+    if recorder is None:
+        return gauge.peak(lambda: _eagerly(largest))
+    sizes = batch_sizes(config.max_batch)
+    before, _ = gauge.free_and_total()
+    kept = [Graphs(runner, table, config.max_batch, tokens, recorder, sizes[-1:])]
+    one, _ = gauge.free_and_total()
+    kept.append(Graphs(runner, table, config.max_batch, tokens, recorder, sizes[-1:]))
+    two, _ = gauge.free_and_total()
+    return (before - one) + max(0, one - two - kept[1].workspace_bytes) * (len(sizes) - 1)
+
+
+@torch.inference_mode()
+def _eagerly(step: Step) -> None:
+    step.forward()
+    step.finish(EVERYTHING)
