@@ -141,7 +141,9 @@ def test_rows_cross_with_the_rest(name: str, which: str) -> None:
 def drafted(model: Runner, slot: int, ids: list[int], known: int) -> Tensor:
     """The draft's logits behind a step that feeds the token at position `known`."""
     streams, batch = golden.run(model, [(slot, ids[known : known + 1], known)])
-    return model.draft_logits(model.draft_streams(streams, torch.tensor(ids[known + 1 : known + 2]), batch))
+    return model.draft_logits(
+        model.draft_streams(streams, torch.tensor(ids[known + 1 : known + 2], device=golden.DEVICE), batch)
+    )
 
 
 def hand_over(here: Runner, slot: int, there: Runner, their_slot: int, length: int) -> None:
