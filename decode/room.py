@@ -83,7 +83,7 @@ def _steps_bytes(
 ) -> int:
     """What all steps will take: with graphs the workspaces, the pool and as many graphs as there will be, of which the
     largest two sizes are captured for it."""
-    largest = Step(runner, table, config.max_batch, max(tokens))
+    largest = Step(runner, table, config.max_batch, max(tokens), speculates=max(tokens) > 1)
     if recorder is None:
         return gauge.peak(lambda: _eagerly(largest))
     sizes = batch_sizes(config.max_batch)
