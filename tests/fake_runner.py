@@ -110,6 +110,40 @@ class FakeRunner:
         return fake_logits(streams[:, 0, 0])
 
 
+class FakeDrafter(FakeRunner):
+    """With an MTP layer: its KV are the tokens that follow, in a ring of the slot, and it guesses two of three tokens right,
+    unless a row of the last ones is missing or another's: then hardly any."""
+
+    def __init__(self, page_tokens: int = 4, num_pages: int = 400, num_slots: int = 16) -> None:
+        super().__init__(page_tokens, num_pages, num_slots, "drafter", DRAFTER_CONFIG)
+        self._following = self.arena.slot_field(self.layout.slot[1]).view(torch.int64)[:, :, 0]
+
+    def make_streams(self, rows: int) -> Tensor:
+        return torch.zeros(rows, 1, 1, dtype=torch.int64)
+
+    def store_draft_rows(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> None:
+        self.draft_streams(streams, next_tokens, batch)
+
+    def draft_streams(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> Tensor:
+        """The checksum of each position's history and the token behind it."""
+        drafted = []
+        for row, start in enumerate(batch.starts.tolist()):
+            first, end = batch.cu_tokens[row : row + 2].tolist()
+            slot, pages = int(batch.slots[row]), batch.page_table[row]
+            for place in range(first, end):
+                position = start + place - first
+                self._following[slot, position % RING] = next_tokens[place]
+                rows = range(max(0, position + 1 - TAIL), position)
+                wanted = [int(self._tokens[int(pages[(p + 1) // self.layout.page_tokens]), (p + 1) % self.layout.page_tokens]) for p in rows]
+                known = [int(self._following[slot, p % RING]) for p in rows] == wanted
+                drafted.append((int(streams[place, 0, 0]) * 31 + int(next_tokens[place]) + 1 + 17 * (not known)) % PRIME)
+        return torch.tensor(drafted)[:, None, None]
+
+    def draft_logits(self, streams: Tensor) -> Tensor:
+        sums = streams[:, 0, 0]
+        return fake_logits(torch.where(sums % 3 == 0, sums + 1, sums))
+
+
 def checksum(tokens: list[int]) -> int:
     value = 7
     for token in tokens:
