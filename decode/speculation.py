@@ -119,15 +119,20 @@ class Speculation:
     def landed(self, rows: int, tokens: int, seconds: float, outcomes: Sequence[tuple[int, int]]) -> None:
         """A step of `rows` sequences has taken so long. outcomes: as in Acceptance, of the rows whose tokens are wanted."""
         self._costs.add(rows, tokens, seconds)
-        plain = self._costs.seconds(rows, 1)
-        if not plain:
-            return
-        most = LOOK_STEPS * (len(self._all) - 1) * plain  # what looking once at all numbers of tokens costs at worst
-        credit = most if self._credit_s is None else self._credit_s + SHARE * seconds
+        length = 1.0
         if tokens > 1 and outcomes:
             self._acceptance.add(outcomes)
-            length = 1 + sum(accepted for _, accepted in outcomes) / len(outcomes)
+            length += sum(accepted for _, accepted in outcomes) / len(outcomes)
             self._length += (length - self._length) * (1 - FADE)
+        plain = self._costs.seconds(rows, 1)
+        if plain:
+            self._pay(seconds, tokens, length, plain)
+
+    def _pay(self, seconds: float, tokens: int, length: float, plain: float) -> None:
+        """length: tokens that a row has got. plain: the seconds of a step without drafts."""
+        most = LOOK_STEPS * (len(self._all) - 1) * plain  # what looking once at all numbers of tokens costs at worst
+        credit = most if self._credit_s is None else self._credit_s + SHARE * seconds
+        if tokens > 1:
             credit += max(plain * length - seconds, -tokens * plain)  # what took longer was not the drafts' doing
         self._credit_s = min(credit, most)
         self._overdrawn = self._credit_s < (most / 2 if self._overdrawn else 0)
