@@ -81,9 +81,8 @@ class Step:
             self._draft(sampled.ids, finished.chosen, asks)
 
     def _draft(self, ids: Tensor, chosen: Tensor, asks: Asks) -> None:
-        """ids [B * T]: the token behind each of the step's. chosen [B]: the rows of the last ones that count. Rows behind them
-        are of tokens that were not taken: the steps that come to their positions write them again, and nobody reads them before.
-        """
+        """ids [B * T]: the token behind each of the step's. chosen [B]: the rows of the last ones that count. KV rows behind
+        them are of tokens that were not taken; the step that comes to their positions writes them again before it reads."""
         with frame():
             every = self._runner.draft_streams(self._streams, ids, self._batch)
             with stage("draft 1"):

@@ -20,7 +20,6 @@ from tests import golden
 from tests.fake_runner import FakeDrafter, FakeRunner, expected_text
 from tests.system import running
 from tests.test_workers import GREEDY, PATIENCE_S, Cluster, Running, ScriptedRouter, prompt, sizes
-from wire.messages import SamplingParams
 
 DRAWN = replace(GREEDY, temperature=0.9, max_tokens=17)
 
@@ -34,9 +33,7 @@ def pair(speculate: int, runner: FakeDrafter | None = None, depth: int = 0) -> I
 
 
 def decode_worker(cluster: Cluster, speculate: int, runner: FakeRunner, depth: int = 0, **options: Any) -> Running:
-    config = DecodeConfig(
-        model="fake", router=cluster.router.inbox.address, speculate=speculate, **sizes(runner), **options
-    )
+    config = DecodeConfig(model="fake", router=cluster.router.inbox.address, speculate=speculate, **sizes(runner), **options)
     return cluster._add(Worker(config, runner, cluster.context, depth))  # type: ignore[arg-type]
 
 
@@ -173,15 +170,15 @@ def test_the_number_of_drafts_is_checked() -> None:
 
 
 def test_processes_give_the_texts_without_drafts() -> None:
-    """Through HTTP, prefill and decode: greedy texts are the golden ones; drawn and penalised ones are the same with and without."""
+    """Through HTTP, prefill and decode: greedy texts are the golden ones, drawn and penalised ones those without drafts."""
     name, which = "tiny-bf16", ("len1", "len5", "len129", "len300")
     prompts = {each: golden.prompt(name, each) for each in which}
     bodies = [{"prompt": ids, "max_tokens": 32, "temperature": 0, "ignore_eos": True} for ids, _ in prompts.values()]
     drawn = {"prompt": prompts["len5"][0], "max_tokens": 40, "temperature": 0.9, "seed": 4, "n": 2, "logprobs": 2}
     bodies += [drawn, {**drawn, "presence_penalty": 1.0, "frequency_penalty": 0.5, "n": 1}]
     answers = []
-    for arguments in ({}, {"decode_args": "--speculate 2"}):
-        with running(**arguments) as server:
+    for decode_args in ("", "--speculate 2"):
+        with running(decode_args=decode_args) as server:
             replies = server.complete_all(bodies)
             answers.append([reply.ids(choice) for reply in replies for choice in range(len(reply.body["choices"]))])
             metrics = server.metrics()

@@ -86,8 +86,9 @@ class Rejecting:
 @pytest.mark.parametrize("name", golden.CASES)
 @pytest.mark.parametrize("border", [8, 128, 256])
 def test_rejected_drafts_leave_nothing(name: str, border: int) -> None:
-    """From every length just before a border (of a window of 4, of one of 128, of a page) with every number of accepted drafts, one
-    sequence of the batch each; then a step with other numbers, which writes those positions again; and a plain one."""
+    """From every length just before a border (of a window of 4, of one of 128, of a page) with every number of accepted
+    drafts, one sequence of the batch each; then a step with other numbers, which writes those positions again; and a plain
+    one."""
     model = golden.runner(name)
     first = max(border - AROUND, 1)
     plain = plain_run(model, golden.prompt(name, "len515")[0][: first + 1], 2 * AROUND + 3 * MOST_DRAFTS)
