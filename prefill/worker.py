@@ -17,7 +17,7 @@ from kvtransfer.layout import identity_fingerprint
 from kvtransfer.pages import PagePool
 from kvtransfer.sender import Sender
 from kvtransfer.transports import BulkOptions, open_transport
-from model.runner import Runner, doubling
+from model.runner import Runner, chunk_lengths
 from prefill.config import PrefillConfig
 from prefill.engine import Engine
 from prefill.prompt import Chunk
@@ -119,7 +119,7 @@ def serve(config: PrefillConfig) -> int:
     def build(context: zmq.Context[Any]) -> Worker:
         sizes = {"num_pages": config.num_pages, "num_slots": config.num_slots}
         runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
-        runner.warm_up((1, tokens) for tokens in doubling(config.chunk_tokens))
+        runner.warm_up((1, tokens) for tokens in chunk_lengths(config.chunk_tokens))
         runner.warm_up([(max(1, config.step_tokens // config.chunk_tokens), config.chunk_tokens)])
         return Worker(config, runner, context)
 
