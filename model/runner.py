@@ -28,6 +28,12 @@ def doubling(most: int) -> list[int]:
     return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
 
 
+def chunk_lengths(most: int) -> list[int]:
+    """The lengths of chunks to warm up for: `doubling`, and one more than each, since the indexer has other machine code for
+    tokens that do not fill their groups (kernels/indexer.py)."""
+    return sorted({min(tokens + more, most) for tokens in doubling(most) for more in (0, 1)})
+
+
 class Runner:
     """Loads `model_dir` onto `device`. Raises ValueError that says what is wrong with the config, the checkpoint or an
     option."""
