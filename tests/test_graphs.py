@@ -20,7 +20,8 @@ from decode.graphs import EVERYTHING, GREEDY, CaptureFailed, Graphs, Results, ba
 from decode.stages import check
 from decode.step import Asks
 from kernels import backend, workspace
-from kernels.launch import launches_go_to, stage
+from kernels.launch import launch, launches_go_to, stage
+from kernels.sample_triton import _scan_kernel
 from kernels.sequences import SequenceTable
 from kernels.trail import Trail
 from kernels.workspace import Ruler, Workspace
@@ -119,7 +120,11 @@ def test_what_a_replay_reports_is_of_the_way_it_finished() -> None:
     graphs = Graphs(runner, table, 3, [1], FakeRecorder())  # type: ignore[arg-type]
     wide = graphs.run(3, 1, Asks(draws=True, edits=False, tops=2)).tops[0]
     assert wide.shape[1] == EVERYTHING.tops, "wider than asked for"
-    assert graphs.run(3, 1, GREEDY).tops[0].shape[1] == 0
+    greedy = graphs.run(3, 1, GREEDY)
+    report = greedy.report
+    assert greedy.tops[0].shape[1] == 0
+    assert graphs.run(3, 1, EVERYTHING).report is not report
+    assert graphs.run(3, 1, GREEDY).report is report, "a replay writes where the capture wrote"
 
 
 def test_every_step_is_started_before_the_first_is_captured(caplog: pytest.LogCaptureFixture) -> None:
@@ -283,6 +288,9 @@ def test_an_unwatched_stage_is_nothing_and_a_trail_forgets_what_went_well() -> N
         with stage("b"):
             assert trail.stage == "b"
         assert trail.place().startswith("between its stages")
+        with launches_go_to(lambda *args: None), trail.followed():
+            launch(_scan_kernel, (1,))
+        assert trail.kernels == 1 and "not at the start of a kernel" in trail.place(), "it was started and is not at fault"
     assert stage("a") is stage("c"), "nothing is made for nobody"
 
 

@@ -10,7 +10,9 @@ import torch
 
 from decode.config import DecodeConfig
 from decode.room import allot, make_graphs, make_table
+from kernels import workspace
 from kvtransfer.layout import KVLayout
+from model.batch import Batch
 from model.memory import CPU_PAGES, TRIAL, first_arena, kv_room, tokens_in
 from prefill.config import PrefillConfig
 from prefill.worker import allot as allot_prefill
@@ -50,6 +52,10 @@ class Unsized(FakeRunner):
         self.measured = self.steps
         FakeRunner.__init__(self, num_pages=num_pages, num_slots=num_slots)
         self.made.append((num_pages, num_slots))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        workspace.empty((2500,), torch.float32, "cpu")
+        return super().forward(batch)
 
     def run_once(self, sequences: int, tokens: int, start: int) -> None:
         self.ran = (sequences, tokens, start)
@@ -103,7 +109,8 @@ def test_a_decode_worker_with_graphs_sets_aside_what_they_took() -> None:
     config = DecodeConfig(**OPTIONS, num_slots=5, max_batch=4, max_context=64)
     runner = Unsized()
     table = make_table(config, runner)  # type: ignore[arg-type]
-    gauge = Gauge(800_000, 800_000, 700_000, 690_000)
+    workspace_bytes = 10_240 + 2 * workspace.ALIGNMENT
+    gauge = Gauge(800_000, 800_000, 700_000, 690_000 - workspace_bytes)
     allot(config, runner, table, [1], FakeRecorder(), gauge)  # type: ignore[arg-type]
     steps = 100_000 + 2 * 10_000  # batch 4, and 1 and 2
     assert runner.made == [(2, 2), (expected_pages(runner.layout, 800_000, steps, 5, 0.9), 5)]

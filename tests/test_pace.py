@@ -8,6 +8,7 @@ import time
 import pytest
 
 import prefill.worker
+from model.batch import Batch, Row
 from prefill.pace import STEPS_AHEAD, HostMark, Pace
 from tests.fake_runner import expected_text
 from tests.test_workers import GREEDY, Cluster, prompt
@@ -49,10 +50,11 @@ def test_a_pace_counts_what_is_under_way_and_times_it_on_the_device() -> None:
             pass
     assert [pace.still, pace.full, *pace.over()] == [False, True], "both were started at once, neither is over"
     time.sleep(0.06)
-    first = pace.over()
-    assert first == [(100, pytest.approx(0.05))]
+    ((tokens, seconds),) = pace.over()
+    assert (tokens, pace.full) == (100, False) and seconds == pytest.approx(0.05)
     time.sleep(0.06)
-    assert [*pace.over(), pace.full] == [(7, pytest.approx(0.05)), False], "the second began when the first had ended"
+    ((tokens, seconds),) = pace.over()
+    assert tokens == 7 and seconds == pytest.approx(0.05), "the second began when the first had ended"
 
 
 def test_a_step_that_raises_is_not_waited_for() -> None:
@@ -68,6 +70,18 @@ def test_on_a_cpu_a_step_is_over_when_it_returns() -> None:
         time.sleep(0.02)
     ((tokens, seconds),) = pace.over()
     assert tokens == 5 and 0.02 <= seconds < 0.5 and pace.still
+
+
+def test_an_upload_is_one_tensor_whose_parts_are_aligned() -> None:
+    """One copy does not wait for another, and kernels are compiled for aligned pointers."""
+    batch = Batch.build([Row([5, 6, 7], 9, 2, [4, 8, 1]), Row([3], 0, 1, [6])], 4)
+    parts = [batch.tokens, batch.positions, batch.sequence_ids, batch.starts, batch.cu_tokens, batch.slots, batch.page_table]
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    assert [part.storage_offset() % 16 for part in parts] == [0] * len(parts)
+    assert [part.tolist() for part in parts[:-1]] == [
+        [5, 6, 7, 3], [9, 10, 11, 0], [0, 0, 0, 1], [9, 0], [0, 3, 4], [2, 1]
+    ]  # fmt: skip
+    assert batch.page_table[:, :4].tolist() == [[4, 8, 1, 0], [6, 0, 0, 0]] and batch.longest == 3
 
 
 def test_a_prefill_worker_keeps_its_device_busy_and_is_never_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
