@@ -173,6 +173,7 @@ class Graphs:
             with _explained(step, captured=False), recorder.running():
                 for asks in (GREEDY, EVERYTHING):
                     run_within(step, asks, *rulers)
+        torch.cuda.empty_cache()  # what the rulers took
         warm_s = time.monotonic()
         self.workspace_bytes = sum(ruler.needed_bytes for ruler in rulers)
         _log.info("%d steps started once, kernels compiled, in %.1f s", len(shapes), warm_s - begin_s)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from decode.config import DecodeConfig
+from decode.engine import Engine
 from decode.graphs import EVERYTHING, CudaRecorder, Graphs, Recorder, batch_sizes
 from decode.stages import check
 from decode.step import Step
@@ -16,20 +17,30 @@ from model.batch import TABLE_STEP
 from model.memory import TRIAL, CudaGauge, Gauge, kv_room
 from model.runner import Runner
 
+STEP_TOKENS = (1,)  # new tokens a row: a sequence's next one, and no guesses behind it
 _log = logging.getLogger("decode")
 
 
-def make_table(config: DecodeConfig, runner: Runner) -> SequenceTable:
-    """Wide enough for the longest sequence and the drafts behind it."""
-    longest = config.longest(runner.config.max_position_embeddings)
-    pages = -(-runner.layout.pages_for(longest + 1 + MOST_DRAFTS) // TABLE_STEP) * TABLE_STEP
-    return SequenceTable.make(config.max_batch, config.num_slots, pages, runner.config.vocab_size, runner.device)
+def make_engine(config: DecodeConfig, runner: Runner, depth: int) -> Engine:
+    """Gives `runner` its KV memory where --num-pages leaves that open, and captures. depth: steps in flight while the
+    next one is launched. Raises CaptureFailed, or ValueError when the memory is too small."""
+    spare_pages = runner.layout.pages_for((depth + 2) * (MOST_DRAFTS + 1))  # steps in flight, this one, guesses behind it
+    table = make_table(config, runner, spare_pages)
+    return Engine(table, make_graphs(config, runner, table, STEP_TOKENS), spare_pages, depth)
+
+
+def make_table(config: DecodeConfig, runner: Runner, spare_pages: int) -> SequenceTable:
+    """Wide enough for the longest sequence, and no wider than there are pages."""
+    pages = runner.layout.pages_for(config.longest(runner.config.max_position_embeddings))
+    if config.num_pages:
+        pages = min(pages, config.num_pages - 1)
+    wide = -(-(pages + spare_pages) // TABLE_STEP) * TABLE_STEP
+    return SequenceTable.make(config.max_batch, config.num_slots, wide, runner.config.vocab_size, runner.arena.pages.device)
 
 
 def make_graphs(config: DecodeConfig, runner: Runner, table: SequenceTable, tokens: Sequence[int]) -> Graphs:
-    """Gives `runner` its KV memory where --num-pages leaves that open, then captures. tokens: the new tokens a row of its
-    steps. Raises CaptureFailed, or ValueError when the memory is too small."""
-    if runner.device.type != "cuda":
+    """Allots the KV memory, then captures. tokens: the new tokens a row of the steps."""
+    if table.words.device.type != "cuda":
         return Graphs(runner, table, config.max_batch, tokens)
 
     def recorder() -> Recorder:
@@ -70,10 +81,10 @@ def _steps_bytes(
     recorder: Recorder | None,
     gauge: Gauge,
 ) -> int:
-    """What all steps will take: with graphs the workspaces, the pool and as many graphs as there will be, of which the
-    largest two sizes are captured for it."""
-    largest = Step(runner, table, config.max_batch, max(tokens))
+    """What all steps will take. With graphs the largest size is captured twice for it: the first time shows what it takes with
+    workspaces and machine code, the second what each further size does, which shares those."""
     if recorder is None:
+        largest = Step(runner, table, config.max_batch, max(tokens))
         return gauge.peak(lambda: _eagerly(largest))
     sizes = batch_sizes(config.max_batch)
     before, _ = gauge.free_and_total()

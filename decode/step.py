@@ -52,7 +52,7 @@ class Step:
     def forward(self) -> None:
         """From the table to logits."""
         with stage("begin"):
-            begin_step(self._table, self._batch, self._batch.tokens)
+            begin_step(self._table, self._batch, self._batch.tokens, self._runner.layout.page_tokens)
         self._streams = self._runner.forward(self._batch)
         self._logits = self._runner.logits(self._streams)
 
@@ -60,7 +60,7 @@ class Step:
         """From logits to tokens, which are the table's next ones, and to what the host is told."""
         slots = self._batch.slots
         with stage("sample"):
-            parameters = row_parameters(self._table, slots, self.tokens)
+            parameters = row_parameters(self._table, slots, self.tokens, edits=asks.edits)
             sampled = sample(self._logits, parameters, asks.draws, asks.edits, asks.tops)
         with stage("finish"):
             finished = finish_step(self._table, slots, sampled, self.tokens)

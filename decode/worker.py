@@ -6,6 +6,7 @@ While there is something to run it never waits; otherwise it sleeps on its inbox
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from typing import Any
 
@@ -14,8 +15,9 @@ import zmq
 
 import wire.worker
 from decode.config import DecodeConfig
-from decode.engine import Engine
 from decode.request import Limits
+from decode.room import make_engine
+from decode.sampling import MOST_TOPS
 from decode.scheduler import Scheduler
 from decode.sequence import Sequence
 from kvtransfer.layout import identity_fingerprint
@@ -29,13 +31,17 @@ from wire.messages import Abort, Offer, Ready, Refused
 from wire.worker import Presence
 
 ARRIVAL_TIMEOUT_S = 10.0  # from Ready to the last byte
+STEP_TOKENS = 1  # of each sequence in a step: its next one, and no guesses behind it
+LOST_EXIT = 4
 _log = logging.getLogger("decode")
 
 
 class Worker:
     """Everything a decode process owns. `turn` is the loop's body."""
 
-    def __init__(self, config: DecodeConfig, runner: Runner, context: zmq.Context[Any]) -> None:
+    def __init__(self, config: DecodeConfig, runner: Runner, context: zmq.Context[Any], depth: int = 0) -> None:
+        """depth: steps in flight while the next one is launched (decode/engine.py)."""
+        self._engine = make_engine(config, runner, depth)  # first: it may give the runner its arena, and a capture is alone
         self._presence = Presence("decode", config, context)
         self.name, self.inbox, self.metrics = self._presence.name, self._presence.inbox, self._presence.metrics
         options = BulkOptions(config.transport, config.lanes, config.kv_floor)
@@ -52,6 +58,7 @@ class Worker:
             pool.total_pages,
             pool.total_slots,
             config.max_batch,
+            model.vocab_size if config.device == "cpu" else MOST_TOPS,
         )
         self.scheduler = Scheduler(
             pool,
@@ -63,7 +70,7 @@ class Worker:
             self._presence.outbox.send,
             self.metrics,
         )
-        self._engine = Engine(runner)
+        self._busy_since_s = 0.0  # when the engine began with the oldest step in flight
         self._presence.join(identity, model, config.max_batch, self._counts, self.scheduler.live, self._transport)
 
     def run(self) -> None:
@@ -72,16 +79,18 @@ class Worker:
             self.turn()
 
     def turn(self, max_wait_ms: int | None = None) -> None:
-        """Receive, schedule, run, reply; waits only when there is nothing to run."""
+        """Receive, schedule, launch the next step, reply with the one before; waits only when there is nothing to run."""
         now_s = time.monotonic()
         self._receive(now_s)
         self.scheduler.settle(self._receiver.poll(now_s), now_s)
         self.scheduler.expire(now_s)
         self.scheduler.admit(now_s)
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.next_batch(STEP_TOKENS)
         if batch:
-            self._step(batch, now_s)
-        else:
+            self._launch(batch, now_s)
+        if self._engine.in_flight > (self._engine.depth if batch else 0):
+            self._collect()
+        elif not batch:
             self._presence.wait(self.scheduler.idle, max_wait_ms)
 
     def close(self) -> None:
@@ -103,16 +112,37 @@ class Worker:
                 case _:
                     self.metrics.add("misdirected")
 
-    def _step(self, batch: list[Sequence], start_s: float) -> None:
+    def _launch(self, batch: list[Sequence], now_s: float) -> None:
+        if not self._engine.in_flight:
+            self._busy_since_s = now_s
         try:
-            choices = self._engine.step(batch)
+            self._engine.launch(batch, STEP_TOKENS)
         except Exception as error:  # whatever the model raises ends these sequences, not the worker
             _log.exception("a step of %d sequences failed", len(batch))
+            self._leave_if_lost()
             self.scheduler.fail_step(batch, f"decode failed: {type(error).__name__}: {error}")
-            return
+
+    def _collect(self) -> None:
+        try:
+            batch, choices = self._engine.collect()
+        except RuntimeError:
+            self._leave_if_lost()
+            raise
         now_s = time.monotonic()
         self.scheduler.advance(batch, choices, now_s)
-        self._presence.stepped(len(batch), start_s, now_s)
+        self._presence.stepped(sum(len(choice.tokens) for choice in choices), self._busy_since_s, now_s)
+        self._busy_since_s = now_s
+
+    def _leave_if_lost(self) -> None:
+        """Ends the process when its device fails everything from now on: the router sends its requests elsewhere."""
+        why = self._engine.lost()
+        if why:
+            print(
+                f"decode can not go on: the device failed and this process can not use it again: {why}",
+                file=sys.stderr,
+                flush=True,
+            )
+            raise SystemExit(LOST_EXIT)
 
     def _counts(self) -> dict[str, int]:
         scheduler = self.scheduler
@@ -128,6 +158,6 @@ def serve(config: DecodeConfig) -> int:
         sizes = first_arena(config.num_pages, config.num_slots, config.device)
         runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
         runner.warm_up((sequences, 1) for sequences in doubling(config.max_batch))
-        return Worker(config, runner, context)
+        return Worker(config, runner, context, depth=int(config.device == "cuda"))
 
     return wire.worker.serve("decode", config, build)

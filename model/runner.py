@@ -91,7 +91,11 @@ class Runner:
         """A step at positions from `start` on, on page 0 and slot 0, which belong to nobody; for what it compiles and takes."""
         pages = [0] * max(WARM_PAGES, self.layout.pages_for(start + tokens))
         rows = [Row([0] * tokens, start, 0, pages)] * sequences
-        self.logits(self.forward(Batch.build(rows, self.layout.page_tokens, self.device))[:sequences])
+        batch = Batch.build(rows, self.layout.page_tokens, self.device)
+        streams = self.forward(batch)
+        self.logits(streams[:sequences])
+        if self.mtp is not None:
+            self.store_draft_rows(streams, batch.tokens, batch)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -104,9 +108,22 @@ class Runner:
         return self.transformer.logits(streams)
 
     @torch.inference_mode()
-    def draft(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """One MTP pass over the batch's positions (model/mtp.py): (MTP streams, logits). `batch.tokens` is not looked at.
-        Raises ValueError when the checkpoint has no MTP layer."""
+    def draft_streams(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> Tensor:
+        """One MTP pass over the batch's positions (model/mtp.py): the MTP streams, [T, hc_mult, hidden]. `batch.tokens` is not
+        looked at."""
+        return self._mtp().forward(streams, next_tokens, batch, self.mtp_caches[0])
+
+    @torch.inference_mode()
+    def draft_logits(self, streams: Tensor) -> Tensor:
+        """MTP streams [R, hc_mult, hidden] -> float32 [R, vocab]: of the rows behind which a draft is wanted."""
+        return self._mtp().logits(streams)
+
+    @torch.inference_mode()
+    def store_draft_rows(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> None:
+        """What `draft_streams` leaves in the arena, without a draft: for positions that later drafts look back on."""
+        self._mtp().store(streams, next_tokens, batch, self.mtp_caches[0])
+
+    def _mtp(self) -> MTP:
         if self.mtp is None:
             raise ValueError("this checkpoint has no MTP layer (num_nextn_predict_layers is 0)")
-        return self.mtp.forward(streams, next_tokens, batch, self.mtp_caches[0])
+        return self.mtp

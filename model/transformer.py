@@ -52,6 +52,11 @@ class Block:
             (self.moe_streams, lambda x, rounded: self.moe.forward(x, rounded, tokens)),
         ]
 
+    def store(self, streams: Tensor, batch: Ragged, turn: Tensor, cache: LayerCache) -> None:
+        """Only the window rows of a batch: no attention, no experts."""
+        mixed = self.attention_streams.first(streams)
+        self.attention.store(mixed.x if mixed.quantised is None else mixed.quantised, batch, turn, cache)
+
 
 class Transformer:
     def __init__(self, checkpoint: Checkpoint, kv_dtype: str) -> None:

@@ -70,3 +70,8 @@ class Chunk:
 
     prompt: Prompt
     count: int
+
+    @property
+    def end(self) -> int:
+        """The position after its last, until the prompt moves on."""
+        return self.prompt.computed + self.count

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from itertools import product
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from decode.step import Asks, Step
 from kernels import backend
 from kernels.launch import launches_go_to
+from kernels.sequences import MOST_DRAFTS, SequenceTable, begin_draft, keep_draft, row_parameters, write_words
+from kernels.streams import take_rows
 from kernels.workspace import Workspace
 from kvtransfer.arena import Arena
+from kvtransfer.layout import KVLayout
 from model.batch import Batch
 from model.cache import LayerCache, kv_layout
 from model.config import ModelConfig
 from model.mtp import MTP
+from model.runner import Runner
 from model.transformer import Transformer
 from model.weights import Checkpoint
 from tests import golden
@@ -107,6 +113,39 @@ def test_a_decode_step_can_be_captured(name: str, sequences: int, tokens: int, t
 
 
 @pytest.mark.parametrize("name", golden.CASES)
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (8, 1), (64, 1), (1, 5), (2, 4), (64, 2)])
+def test_drafts_can_be_captured(name: str, sequences: int, tokens: int, target: backend.Backend) -> None:
+    """A draft over all tokens of a step; from one row of each sequence its logits, and a draft behind it; and a step that only
+    leaves its rows. Each in a workspace of its own: what goes from one to the next is copied in between."""
+    _, mtp, caches = shapes_of(name, target)
+    step, one, started = step_of(sequences, tokens, pages=16), step_of(sequences, 1, pages=16), []
+    streams = torch.empty(sequences * tokens, mtp.config.hc_mult, mtp.config.hidden_size, dtype=mtp.main.dtype, device=META)
+    chosen, kept = torch.empty(sequences, dtype=torch.int64, device=META), streams[:sequences]
+
+    def first() -> torch.Tensor:
+        rows = take_rows(mtp.forward(streams, step.tokens, step, caches[-1]), chosen)
+        assert rows.shape == kept.shape and rows.dtype == kept.dtype
+        return mtp.logits(rows)
+
+    def behind() -> torch.Tensor:
+        return mtp.logits(mtp.forward(kept, one.tokens, one, caches[-1]))
+
+    def rows_alone() -> None:
+        mtp.store(streams, step.tokens, step, caches[-1])
+
+    workspace = Workspace(256 << 20, META)
+    with launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)):
+        for run in (first, behind, rows_alone):
+            run()  # constants are made once, before a capture
+            started.clear()
+            with workspace.active(), NothingNew():  # type: ignore[no-untyped-call]
+                result = run()
+            assert result is None or result.shape == (sequences, mtp.config.vocab_size)
+            assert "_join_streams" in started and "_kv_rows" in started
+            assert (result is None) == ("swiglu_kernel" not in started), "a stored row needs no experts"
+
+
+@pytest.mark.parametrize("name", golden.CASES)
 def test_the_size_of_a_step_does_not_follow_the_longest_context(name: str, target: backend.Backend) -> None:
     """Grids are the same for a graph captured for 16 pages and for 4096: only lengths in device memory decide on work."""
     main, _, caches = shapes_of(name, target)
@@ -128,6 +167,68 @@ def test_a_chunk_of_a_prompt_reads_nothing_on_the_host(name: str, target: backen
         logits = main.logits(main.forward(step_of(2, 300, pages=16), caches[: len(main.layers)]))
     assert logits.shape == (600, main.config.vocab_size)
     assert len(started) > 10 * len(main.layers)
+
+
+class ShapesRunner:
+    """What a decode step calls of a Runner, without data."""
+
+    def __init__(self, main: Transformer, caches: list[LayerCache], layout: KVLayout) -> None:
+        self._main, self._caches, self.layout = main, caches[: len(main.layers)], layout
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self._main.forward(batch, self._caches)
+
+    def logits(self, streams: torch.Tensor) -> torch.Tensor:
+        return self._main.logits(streams)
+
+
+ASKS = [Asks(draws, edits, tops) for draws, edits, tops in product((False, True), (False, True), (-1, 0, 1, 20))]
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+@pytest.mark.parametrize("sequences", [1, 8, 64])
+def test_a_whole_decode_step_can_be_captured(name: str, sequences: int, target: backend.Backend) -> None:
+    """From the table to the report, whatever the rows want and however many drafts are verified."""
+    main, _, caches = shapes_of(name, target)
+    vocab = main.config.vocab_size
+    runner = cast(Runner, ShapesRunner(main, caches, kv_layout(main.config, "fp8" if main.config.quantised else "fp32")))
+    table, workspace = SequenceTable.make(sequences, sequences + 1, 64, vocab, META), Workspace(512 << 20, META)
+    for tokens in range(1, MOST_DRAFTS + 2):
+        started: list[str] = []
+        step = Step(runner, table, sequences, tokens)
+        with launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)):  # noqa: B023
+            step.forward()  # constants are made once, before a capture
+            started.clear()
+            with workspace.active(), NothingNew():  # type: ignore[no-untyped-call]
+                step.forward()
+                assert started[0] == "_begin_step" and len(started) > 10 * len(main.layers)
+                for asks in ASKS:
+                    started.clear()
+                    with workspace.frame():
+                        step.finish(asks)
+                    mass = ["_mass_kernel"] if asks.draws else []
+                    assert started == ["_row_parameters", "_scan_kernel", *mass, "_choose_kernel", "_finish_step"]
+                    assert step.report.shape == (sequences, 2 + 2 * tokens)
+                    assert [tops.shape for tops in step.tops] == [(sequences * tokens, max(asks.tops, 0))] * 2
+
+
+@pytest.mark.parametrize("drafted", range(MOST_DRAFTS))
+def test_a_draft_can_be_captured(drafted: int, target: backend.Backend) -> None:
+    """What goes round between two passes of the MTP layer, and the words of the host."""
+    table, batch = SequenceTable.make(8, 9, 16, 100, META), step_of(8, 1, 16)
+    sampled = torch.empty(8, dtype=torch.int64, device=META)
+    pairs = torch.empty(300, 2, dtype=torch.int32, device=META)
+    started: list[str] = []
+    with (
+        launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)),
+        Workspace(1 << 20, META).active(),
+        NothingNew(),  # type: ignore[no-untyped-call]
+    ):
+        write_words(table, pairs, 17)
+        row_parameters(table, batch.slots, 1, drafted)
+        keep_draft(table, batch.slots, sampled, drafted)
+        begin_draft(table, batch, batch.tokens, drafted + 1)
+    assert started == ["_write_words", "_row_parameters", "_keep_draft", "_begin_draft"]
 
 
 def test_the_watchman_sees_a_host_read_and_an_allocation() -> None:

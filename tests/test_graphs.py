@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -203,17 +204,21 @@ class Broken:
                 raise self.error
 
 
-@pytest.fixture(scope="module")
-def unstarted() -> Iterator[tuple[Runner, SequenceTable]]:
-    """The tiny model as it runs on a card that is not there. Its kernels must not be started."""
+@cache
+def loaded() -> Runner:
+    """The tiny model as it is loaded for the backend that is active."""
+    return Runner(golden.model_dir("tiny-fp8fp4"), page_tokens=golden.PAGE_TOKENS, num_pages=4, num_slots=3)
+
+
+@pytest.fixture
+def unstarted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Runner, SequenceTable]]:
+    """A model and a table as on a card that is not there. Kernels must not be started."""
     before = backend.active()
-    patch = pytest.MonkeyPatch()
-    patch.setattr(backend, "choose", lambda device: backend.use(backend.TARGETS["sm_120"]))
+    backend.use(backend.TARGETS["sm_120"])
+    monkeypatch.setattr(backend, "choose", lambda device: backend.active())
     try:
-        runner = Runner(golden.model_dir("tiny-fp8fp4"), page_tokens=golden.PAGE_TOKENS, num_pages=4, num_slots=3)
-        yield runner, SequenceTable.make(2, 3, 16, runner.config.vocab_size, "cpu")
+        yield loaded(), SequenceTable.make(2, 3, 16, loaded().config.vocab_size, "cpu")
     finally:
-        patch.undo()
         backend.use(before)
 
 

@@ -17,7 +17,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "decode": (
         {"wire", "kvtransfer", "model"}
         | {f"kernels.{name}" for name in ("sample", "sequences", "workspace", "launch", "trail")},
-        {"torch", "zmq"},
+        {"torch", "zmq", "numpy"},
     ),
     "router": ({"wire"}, {"aiohttp", "uvloop", "tokenizers", "zmq"}),
 }

@@ -108,7 +108,7 @@ def test_a_decode_worker_with_graphs_sets_aside_what_they_took() -> None:
     """The largest step takes 100,000 with everything, each further one 10,000 beside its workspace."""
     config = DecodeConfig(**OPTIONS, num_slots=5, max_batch=4, max_context=64)
     runner = Unsized()
-    table = make_table(config, runner)  # type: ignore[arg-type]
+    table = make_table(config, runner, 1)  # type: ignore[arg-type]
     workspace_bytes = 10_240 + 2 * workspace.ALIGNMENT
     gauge = Gauge(800_000, 800_000, 700_000, 690_000 - workspace_bytes)
     allot(config, runner, table, [1], FakeRecorder(), gauge)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def test_a_decode_worker_with_graphs_sets_aside_what_they_took() -> None:
 def test_a_decode_worker_without_graphs_sets_aside_the_peak() -> None:
     config = DecodeConfig(**OPTIONS, num_slots=5, max_batch=4, max_context=64, memory_fraction=0.5)
     runner = Unsized()
-    allot(config, runner, make_table(config, runner), [1, 3], None, Gauge(800_000, peak=50_000))  # type: ignore[arg-type]
+    allot(config, runner, make_table(config, runner, 1), [1, 3], None, Gauge(800_000, peak=50_000))  # type: ignore[arg-type]
     assert runner.measured == [[3] * 4], "the largest step was the one measured"
     assert runner.made[-1] == (expected_pages(runner.layout, 800_000, 50_000, 5, 0.5), 5)
 
@@ -134,15 +134,15 @@ def test_a_prefill_worker_sets_aside_its_largest_step_at_the_longest_context() -
 
 def test_a_table_reaches_as_far_as_drafts_may() -> None:
     config = DecodeConfig(**OPTIONS, num_slots=5, max_batch=4, max_context=64)
-    table = make_table(config, Unsized())  # type: ignore[arg-type]
-    assert table.pages.shape == (5, 32), "64 tokens, the next one and four drafts are 18 pages; widths are multiples of 16"
+    table = make_table(config, Unsized(), 3)  # type: ignore[arg-type]
+    assert table.pages.shape == (5, 32), "64 tokens in 16 pages, and 3 to spare; widths are multiples of 16"
     assert len(table.rows) == 4
 
 
 def test_on_a_cpu_there_is_nothing_to_measure_or_capture() -> None:
     config = DecodeConfig(**OPTIONS, num_slots=5, max_batch=4, max_context=64)
     runner = Unsized()
-    graphs = make_graphs(config, runner, make_table(config, runner), [1])  # type: ignore[arg-type]
+    graphs = make_graphs(config, runner, make_table(config, runner, 1), [1])  # type: ignore[arg-type]
     assert not runner.made and not runner.steps and graphs.step(3, 1).rows == 3
 
 
