@@ -26,6 +26,7 @@ from model.runner import Runner
 
 GREEDY = Asks(draws=False, edits=False, tops=-1)
 EVERYTHING = Asks(draws=True, edits=True, tops=20)
+Results = tuple[Tensor, ...]
 _log = logging.getLogger("decode")
 
 
@@ -45,7 +46,8 @@ class Recorder(Protocol):
     def running(self) -> AbstractContextManager[None]:
         """Inside, work runs where it will be captured; it is done at the end."""
 
-    def record(self, run: Callable[[], None]) -> Replayed: ...
+    def record(self, run: Callable[[], Results]) -> tuple[Replayed, Results]:
+        """A replay writes what `run` gave into the same tensors."""
 
     def recording(self) -> AbstractContextManager[Replayed]:
         """Records what is done inside, which must be within `running`."""
@@ -66,10 +68,10 @@ class CudaRecorder:
             yield
         self._stream.synchronize()
 
-    def record(self, run: Callable[[], None]) -> Replayed:
+    def record(self, run: Callable[[], Results]) -> tuple[Replayed, Results]:
         with self.running(), self.recording() as graph:
-            run()
-        return graph
+            results = run()
+        return graph, results
 
     @contextmanager
     def recording(self) -> Iterator[Replayed]:
@@ -171,6 +173,7 @@ class Graphs:
             with _explained(step, captured=False), recorder.running():
                 for asks in (GREEDY, EVERYTHING):
                     run_within(step, asks, *rulers)
+        torch.cuda.empty_cache()  # what the rulers took
         warm_s = time.monotonic()
         self.workspace_bytes = sum(ruler.needed_bytes for ruler in rulers)
         _log.info("%d steps started once, kernels compiled, in %.1f s", len(shapes), warm_s - begin_s)
@@ -197,18 +200,21 @@ def run_within(step: Step, asks: Asks, forward_space: Workspace, finish_space: W
 
 
 def _record(step: Step, recorder: Recorder, forward_space: Workspace, finish_space: Workspace) -> _Captured:
-    def forward() -> None:
+    def forward() -> Results:
         with forward_space.active():
             step.forward()
+        return ()
 
     def finish(asks: Asks) -> _Finish:
-        def run() -> None:
+        def run() -> Results:
             with finish_space.active():
                 step.finish(asks)
+            return step.report, *step.tops
 
-        return _Finish(recorder.record(run), step.report, step.tops)
+        graph, (report, ids, logprobs) = recorder.record(run)
+        return _Finish(graph, report, (ids, logprobs))
 
-    return _Captured(recorder.record(forward), finish(GREEDY), finish(EVERYTHING))
+    return _Captured(recorder.record(forward)[0], finish(GREEDY), finish(EVERYTHING))
 
 
 @contextmanager

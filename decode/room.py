@@ -81,10 +81,10 @@ def _steps_bytes(
     recorder: Recorder | None,
     gauge: Gauge,
 ) -> int:
-    """What all steps will take: with graphs the workspaces, the pool and as many graphs as there will be, of which the
-    largest two sizes are captured for it."""
-    largest = Step(runner, table, config.max_batch, max(tokens))
+    """What all steps will take. With graphs the largest size is captured twice for it: the first time shows what it takes with
+    workspaces and machine code, the second what each further size does, which shares those."""
     if recorder is None:
+        largest = Step(runner, table, config.max_batch, max(tokens))
         return gauge.peak(lambda: _eagerly(largest))
     sizes = batch_sizes(config.max_batch)
     before, _ = gauge.free_and_total()

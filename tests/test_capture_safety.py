@@ -164,6 +164,17 @@ def test_the_size_of_a_step_does_not_follow_the_longest_context(name: str, targe
     assert grids[0] == grids[1]
 
 
+@pytest.mark.parametrize("name", golden.CASES)
+def test_a_chunk_of_a_prompt_reads_nothing_on_the_host(name: str, target: backend.Backend) -> None:
+    """So the host can start the next chunk while this one is computed. Two prompts, in steps that are no decode steps."""
+    main, _, caches = shapes_of(name, target)
+    started: list[str] = []
+    with launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)):
+        logits = main.logits(main.forward(step_of(2, 300, pages=16), caches[: len(main.layers)]))
+    assert logits.shape == (600, main.config.vocab_size)
+    assert len(started) > 10 * len(main.layers)
+
+
 class ShapesRunner:
     """What a decode step calls of a Runner, without data."""
 
