@@ -35,7 +35,7 @@ class Arena:
             self.pages = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
             self.slots = torch.zeros(num_slots, layout.slot_bytes, dtype=torch.uint8, device=device)
         if torch.device(device).type == "cuda":
-            self._copies = torch.cuda.Stream(device)
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def page_field(self, field: Field) -> Tensor:
         """uint8 view [num_pages, rows, row_bytes] of one field of every page (strided: no copy)."""

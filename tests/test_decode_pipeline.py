@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decode.worker
+from decode.engine import Engine
 from decode.request import Limits
 from decode.scheduler import Scheduler
 from kvtransfer.pages import PagePool
@@ -58,7 +59,7 @@ def test_mixed_requests_get_the_texts_of_one_step_after_the_other(depth: int) ->
         router, prefill = cluster.router, cluster.prefill(FakeRunner(num_pages=800, num_slots=16))
         late = cluster.decode(FakeRunner(num_pages=800, num_slots=40), depth, max_batch=4)
         with pytest.MonkeyPatch.context() as plain:
-            plain.setattr(decode.worker, "Engine", LateEngine.__base__)
+            plain.setattr(decode.worker, "Engine", Engine)
             simple = cluster.decode(FakeRunner(num_pages=800, num_slots=40), max_batch=4)
         rids: list[tuple[int, int]] = []
         for params in variants:
@@ -159,7 +160,7 @@ def test_a_step_that_raises_and_a_row_of_nan_end_only_what_is_theirs(depth: int)
 def test_a_device_that_is_lost_ends_the_worker_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(decode.worker.Engine, "lost", lambda engine: "CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(Engine, "lost", lambda engine: "CUDA error: an illegal memory access was encountered")
     with Cluster() as cluster:
         router, runner = cluster.router, FakeRunner()
         prefill, worker = cluster.prefill(), cluster.decode(runner, depth=1)
