@@ -162,6 +162,20 @@ class Graphs:
         return step
 
     @torch.inference_mode()
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        """Where nothing is captured: runs a step of each size on the page and the slot that are nobody's, which compiles its
+        kernels. Raises CaptureFailed."""
+        begin_s = time.monotonic()
+        for rows in sizes:
+            for tokens in self._tokens:
+                step = self.step(rows, tokens)
+                with _explained(step, captured=False):
+                    for asks in (GREEDY, EVERYTHING):
+                        step.forward()
+                        step.finish(asks)
+        _log.info("kernels compiled in %.1f s", time.monotonic() - begin_s)
+
+    @torch.inference_mode()
     def _capture(self, recorder: Recorder) -> None:
         """Starts every step once, which compiles its kernels, makes their constants and measures; then captures them, the
         largest first, as the others fit into the pool then."""

@@ -26,7 +26,7 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.transports import BulkOptions, open_transport
 from kvtransfer.transports.seal import new_secret as make_secret
 from model.memory import first_arena
-from model.runner import Runner, doubling
+from model.runner import Runner
 from wire.messages import Abort, Offer, Ready, Refused
 from wire.worker import Presence
 
@@ -157,7 +157,6 @@ def serve(config: DecodeConfig) -> int:
     def build(context: zmq.Context[Any]) -> Worker:
         sizes = first_arena(config.num_pages, config.num_slots, config.device)
         runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
-        runner.warm_up((sequences, 1) for sequences in doubling(config.max_batch))
         return Worker(config, runner, context, depth=int(config.device == "cuda"))
 
     return wire.worker.serve("decode", config, build)

@@ -261,6 +261,29 @@ def test_a_kernel_that_does_not_start_at_all(unstarted: tuple[Runner, SequenceTa
     assert "--capture off would not help" in said and "python -m kernels.check" in said
 
 
+def test_warming_up_for_prefill_says_where_it_fails(unstarted: tuple[Runner, SequenceTable]) -> None:
+    runner, _ = unstarted
+    with (
+        launches_go_to(Broken("_decode", TOO_MUCH, 1)),
+        pytest.raises(
+            RuntimeError, match=r"a step of 2 x 1 tokens fails: layers\.1\.attn, kernel decode, .*needs 147456 of shared"
+        ),
+    ):
+        runner.warm_up([(1, 300), (2, 1)])
+
+
+def test_without_graphs_every_size_is_started_once(unstarted: tuple[Runner, SequenceTable]) -> None:
+    graphs, started = Graphs(*unstarted, 2, [1, 2]), []
+    with launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)):
+        graphs.warm_up([1, 2])
+    assert started.count("_scan_kernel") == 8, "two sizes, one and two tokens, two ways to finish"
+    with (
+        launches_go_to(Broken("_scan_kernel", TOO_MUCH)),
+        pytest.raises(CaptureFailed, match="batch 1, 1 token cannot be started"),
+    ):
+        graphs.warm_up([1])
+
+
 def test_memory_that_runs_out_is_no_riddle() -> None:
     runner = FakeRunner()
     runner.forward = lambda batch: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))  # type: ignore
