@@ -82,6 +82,6 @@ class Engine:
     def _mark(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":
             return None
-        landed = torch.cuda.Event()
+        landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         landed.record()
         return landed

@@ -263,9 +263,9 @@ class Scheduler:
         self._metrics.add("kv_received_pages", self.limits.pages_for(request.length))
         self._metrics.observe("kv_seconds", now_s - request.granted_s)
         source, full = request.kvs[0], request.length // self.limits.page_tokens
+        for kv in request.kvs[1:]:
+            self._fork(source, kv, full)
         for sample, kv in zip(request.samples, request.kvs, strict=True):
-            if kv is not source:
-                self._fork(source, kv, full)
             kv.length = request.length
             sequence = self._sequence(request, sample, kv, now_s)
             self.running.append(sequence)

@@ -29,13 +29,19 @@ def doubling(most: int) -> list[int]:
     return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
 
 
+def chunk_lengths(most: int) -> list[int]:
+    """The lengths of chunks to warm up for: `doubling`, and one more than each, since the indexer has other machine code for
+    tokens that do not fill their groups (kernels/indexer.py)."""
+    return sorted({min(tokens + more, most) for tokens in doubling(most) for more in (0, 1)})
+
+
 class Runner:
-    """Loads `model_dir` onto `device`. Raises ValueError that says what is wrong with the config, the checkpoint or an
-    option."""
+    """Loads a checkpoint folder, or a checkpoint that is open already, onto `device`. Raises ValueError that says what is wrong
+    with the config, the checkpoint or an option."""
 
     def __init__(
         self,
-        model_dir: str,
+        model: str | Checkpoint,
         device: str = "cpu",
         kv_dtype: str = "auto",
         page_tokens: int = 256,
@@ -47,10 +53,10 @@ class Runner:
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"--device {device}: torch finds no GPU here; use --device cpu")
         backend.choose(self.device)
-        self.config = ModelConfig.load(model_dir)
+        self.config = model.config if isinstance(model, Checkpoint) else ModelConfig.load(model)
         self.kv_dtype = resolve_kv_dtype(self.config, kv_dtype)
         self.layout = kv_layout(self.config, self.kv_dtype, page_tokens)
-        checkpoint = Checkpoint.open(model_dir, self.config, self.device)
+        checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model, self.config, self.device)
         self.transformer = Transformer(checkpoint, self.kv_dtype)
         self.mtp = MTP(checkpoint, self.transformer, self.kv_dtype) if self.config.num_nextn_predict_layers else None
         checkpoint.finish()

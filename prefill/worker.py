@@ -19,7 +19,7 @@ from kvtransfer.pages import PagePool
 from kvtransfer.sender import Sender
 from kvtransfer.transports import BulkOptions, open_transport
 from model.memory import CudaGauge, Gauge, first_arena, kv_room
-from model.runner import Runner, doubling
+from model.runner import Runner, chunk_lengths
 from prefill.config import PrefillConfig
 from prefill.engine import Engine
 from prefill.pace import Pace, marks_of
@@ -144,7 +144,7 @@ def serve(config: PrefillConfig) -> int:
         runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
         if runner.device.type == "cuda" and not config.num_pages:
             allot(config, runner, CudaGauge(runner.device))
-        runner.warm_up((1, tokens) for tokens in doubling(config.chunk_tokens))
+        runner.warm_up((1, tokens) for tokens in chunk_lengths(config.chunk_tokens))
         runner.warm_up([(max(1, config.step_tokens // config.chunk_tokens), config.chunk_tokens)])
         return Worker(config, runner, context)
 

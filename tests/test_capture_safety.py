@@ -6,17 +6,23 @@ or a shape that depends on data raises, with the line in the traceback. Kernels 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from itertools import product
 from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import BaseBackend
+from triton.runtime.jit import JITFunction, native_specialize_impl
 
 from decode.step import Asks, Step
 from kernels import backend
+from kernels.cases import attention as attention_cases
+from kernels.cases import indexer as indexer_cases
+from kernels.cases.case import V4_FLASH
 from kernels.launch import launches_go_to
 from kernels.sequences import MOST_DRAFTS, SequenceTable, begin_draft, keep_draft, row_parameters, write_words
 from kernels.streams import take_rows
@@ -27,7 +33,7 @@ from model.batch import Batch
 from model.cache import LayerCache, kv_layout
 from model.config import ModelConfig
 from model.mtp import MTP
-from model.runner import Runner
+from model.runner import Runner, chunk_lengths, doubling
 from model.transformer import Transformer
 from model.weights import Checkpoint
 from tests import golden
@@ -229,6 +235,92 @@ def test_a_draft_can_be_captured(drafted: int, target: backend.Backend) -> None:
         keep_draft(table, batch.slots, sampled, drafted)
         begin_draft(table, batch, batch.tokens, drafted + 1)
     assert started == ["_write_words", "_row_parameters", "_keep_draft", "_begin_draft"]
+
+
+Codes = dict[str, set[Any]]  # by kernel, what tells its machine codes apart
+
+
+@cache
+def as_compiled(kernel: Any) -> Any:
+    """The kernel where it is interpreted, as it would be on a GPU."""
+    return kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+
+
+def code_of(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Two launches with the same answer run the same machine code: constants, and what triton looks at of each argument."""
+    parameters = as_compiled(kernel).params
+    named = dict(zip([each.name for each in parameters], args, strict=False)) | options
+    looked_at: list[Any] = []
+    for each in parameters:
+        value, align = named.pop(each.name), not each.do_not_specialize_on_alignment
+        if each.is_constexpr:
+            looked_at.append(str(value))
+        else:
+            looked_at.append(native_specialize_impl(BaseBackend, value, each.is_const, not each.do_not_specialize, align))
+    return *looked_at, *sorted((name, str(value)) for name, value in named.items())
+
+
+def codes_of(runs: Iterable[Callable[[], Any]]) -> Codes:
+    found: Codes = defaultdict(set)
+
+    def note(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+        found[f"{kernel.fn.__module__}.{kernel.fn.__name__}"].add(code_of(kernel, args, options))
+
+    with launches_go_to(note):
+        for run in runs:
+            run()
+    assert found
+    return found
+
+
+def new_codes(found: Codes, warm: Codes) -> dict[str, int]:
+    return {kernel: len(new) for kernel, codes in found.items() if (new := codes - warm[kernel])}
+
+
+# With few experts tiles grow as fast as what is sorted at once: one pair of the two is not met. With 256 experts all are.
+SORTS_FEW_EXPERTS = {"kernels.experts_portable.segments_kernel": 1}
+MOST = 40
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+def test_no_length_asks_for_machine_code_that_warming_up_did_not_make(name: str, target: backend.Backend) -> None:
+    """Chunks of 1 to 40 tokens, steps of as many sequences, and page tables of any width."""
+    main, _, caches = shapes_of(name, target)
+
+    def codes(shapes: Iterable[tuple[int, int]], pages: int = 16) -> Codes:
+        def run(sequences: int, tokens: int) -> None:
+            main.logits(main.forward(step_of(sequences, tokens, pages), caches[: len(main.layers)])[:sequences])
+
+        return codes_of(partial(run, *shape) for shape in shapes)
+
+    chunks, steps = ([(1, n) for n in range(1, MOST + 1)], [(n, 1) for n in range(1, MOST + 1)])
+    warm = codes([*((1, n) for n in chunk_lengths(MOST)), *((n, 1) for n in doubling(MOST))])
+    few = new_codes(codes([*chunks, *steps]), warm)
+    assert few.items() <= SORTS_FEW_EXPERTS.items()
+    some = [*chunks[:3], *chunks[-2:], *steps[1:3], steps[-1]]
+    assert not new_codes(codes(some, 33), warm) | new_codes(codes(some, 82), warm)
+
+
+def test_no_length_asks_for_new_code_of_the_kernels_that_only_the_large_model_runs() -> None:
+    before = backend.active()
+    backend.use(backend.TARGETS["sm_90"])
+    try:
+        for tokens in (1, 2, 4):
+            found, warm = (
+                codes_of(
+                    partial(case.run, case.make(META, -1))
+                    for sequences in sizes
+                    for case in (
+                        indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, 2048, width)),
+                        attention_cases.case(V4_FLASH, "", attention_cases.Shape(sequences, tokens, 512, True)),
+                    )
+                )
+                for sizes, width in ((range(1, MOST + 1), 4096), (doubling(MOST), 3072))
+            )
+            assert new_codes(found, warm) == {}
+            assert {"kernels.indexer_hopper._score_kernel", "kernels.attention_hopper._decode_hopper"} <= found.keys()
+    finally:
+        backend.use(before)
 
 
 def test_the_watchman_sees_a_host_read_and_an_allocation() -> None:
