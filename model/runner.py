@@ -35,6 +35,16 @@ def chunk_lengths(most: int) -> list[int]:
     return sorted({min(tokens + more, most) for tokens in doubling(most) for more in (0, 1)})
 
 
+def device_failure(device: torch.device) -> str:
+    """Why this process can not use `device` any more; empty while it can. What was started on it is over afterwards."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+    return ""
+
+
 class Runner:
     """Loads a checkpoint folder, or a checkpoint that is open already, onto `device`. Raises ValueError that says what is wrong
     with the config, the checkpoint or an option."""

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decode.worker
+import wire.worker
 from decode.engine import Engine
 from decode.request import Limits
 from decode.scheduler import Scheduler
@@ -167,7 +168,7 @@ def test_a_device_that_is_lost_ends_the_worker_with_one_line(
         runner.fail = 1
         router.ask(prefill.address, worker.address, prompt(9), GREEDY)
         worker.join(10.0)
-        assert worker.exit_code == decode.worker.LOST_EXIT
+        assert worker.exit_code == wire.worker.LOST_EXIT
         [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("decode can not go on")]
         assert "illegal memory access" in line
         assert not router.failed, "its silence says it"
