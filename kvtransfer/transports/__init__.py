@@ -54,10 +54,12 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Nothing of `key` can be sent any more: what was queued is dropped, and our memory is not read for it any more."""
+    """Nothing of `key` can be sent any more: what was queued is dropped, and our memory is not read for it any more.
+    `corrupt`: other bytes arrived than were sent."""
 
     key: Key
     reason: str
+    corrupt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

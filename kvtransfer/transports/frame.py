@@ -22,7 +22,7 @@ from kvtransfer.transports import Key, Place, Span
 MAX_SPANS = 4096
 MAX_FRAMES = 64  # of payload in one chunk
 PATHS = ("zeromq", "shm")
-LANDED, LATE, REFUSED = range(3)  # what an ACK says
+LANDED, LATE, REFUSED, CORRUPT = range(4)  # what an ACK says
 _KINDS = ("page", "slot")
 _HELLO = struct.Struct(f"<4sIIQ{NAME_BYTES}sIIII")
 _WELCOME = struct.Struct("<4sB")
@@ -135,7 +135,7 @@ def unpack_ack(frame: bytes | memoryview) -> Ack:
     if len(frame) != _ACK.size:
         raise BadFrame(f"{len(frame)} bytes are no ack")
     magic, status, number = _ACK.unpack(frame)
-    if magic != b"pdA2" or status not in (LANDED, LATE, REFUSED):
+    if magic != b"pdA2" or status not in (LANDED, LATE, REFUSED, CORRUPT):
         raise BadFrame("not an ack of this protocol")
     return Ack(number, status)
 

@@ -19,6 +19,7 @@ from kvtransfer.tombstones import Tombstones
 from kvtransfer.transports import Drained, Event, Key, Landed, Place
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
+    CORRUPT,
     LANDED,
     LATE,
     MAX_FRAMES,
@@ -36,7 +37,7 @@ from kvtransfer.transports.frame import (
     unpack_hello,
 )  # fmt: skip
 from kvtransfer.transports.memory import Bytes, CpuMemory, Memory, Rows, shared_rows
-from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, Seal, tag_digest
+from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, BrokenSeal, Seal, tag_digest
 from kvtransfer.transports.window import Window
 
 _BURST = 4  # messages taken before sending gets its turn
@@ -127,9 +128,9 @@ class Inbound:
             if len(frames) > 1 + MAX_FRAMES:
                 raise BadFrame(f"{len(frames) - 1} frames of payload")
             status = self._probe(chunk, frames[1:]) if chunk.probe else self._land(chunk, header, frames[1:])
-        except BadFrame:
+        except BadFrame as error:
             self._counters.add("bad_frames")
-            status = REFUSED
+            status = CORRUPT if isinstance(error, BrokenSeal) else REFUSED
         except Exception:  # a device fault, no memory: it costs this hand-off, whose sender must not wait for an answer
             _log.exception("a chunk of hand-off %s cannot be landed", chunk.key)
             status = REFUSED

@@ -19,9 +19,11 @@ import zmq
 from kvtransfer.transports import BulkOptions, Event, Key, Link, Span
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
+    CORRUPT,
     LANDED,
     LATE,
     MAX_REPLY_BYTES,
+    REFUSED,
     BadFrame,
     Chunk,
     Hello,
@@ -40,6 +42,11 @@ PROBE_BYTES = 16 << 20
 IDLE_S = 300.0  # an unused connection is closed: decode workers come and go
 RETEST_S = 5.0  # a peer that was too slow is tested again after so long
 _ACKS = 64  # read in one go
+_REFUSALS = {
+    LATE: "has closed the window",
+    REFUSED: "refuses the bytes",
+    CORRUPT: "received other bytes than were sealed",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -295,8 +302,8 @@ class Outbound:
                 self._measured(peer, now_s)
             return
         if ack.status != LANDED:
-            why = "has closed the window" if ack.status == LATE else "refuses the bytes"
-            self._jobs.lose(piece.job.key, f"{peer.address} {why} of this hand-off")
+            why = _REFUSALS[ack.status]
+            self._jobs.lose(piece.job.key, f"{peer.address} {why} of this hand-off", ack.status == CORRUPT)
             self._jobs.release(piece)
         else:
             self._counters.add("bulk_bytes_sent", sum(span.nbytes for span in piece.spans))
