@@ -63,12 +63,14 @@ class Tamper:
         memory = transport.inner._inbound._memory
         scatter = memory.scatter
 
-        def faulty(places: Any, parts: Any, mark: Any) -> Any:
-            for target in scatter(places, parts, mark):
+        def faulty(places: Any, parts: Any, mark: Any, look: Any) -> None:
+            def seen(place: Any, piece: Any) -> None:
                 if self.left > 0:
                     self.left -= 1
-                    target[len(target) // 2] ^= 4
-                yield target
+                    piece[len(piece) // 2] ^= 4
+                look(place, piece)
+
+            scatter(places, parts, mark, seen)
 
         memory.scatter = faulty
 

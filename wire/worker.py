@@ -52,7 +52,9 @@ class WorkerConfig:
     num_pages: int = option(1024, help="KV pages; one is reserved")
     num_slots: int = option(129, help="sequence slots; one is reserved")
     transport: str = option(
-        "auto", choices=("auto", "zeromq", "shm"), help="how KV travels; auto: shared memory on one host if it can be mapped"
+        "auto",
+        choices=("auto", "zeromq", "shm", "cuda_ipc"),
+        help="how KV travels; auto: on one host shared memory, or from GPU to GPU (cuda_ipc), if the peer's can be opened",
     )
     lanes: int = option(1, help="connections to each peer over ZeroMQ; more pay off with two free cores for each")
     kv_floor: float = option(0.0, help="GB/s that a peer must take in its test to be used; 0: any speed will do")
