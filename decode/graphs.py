@@ -1,6 +1,6 @@
 """All steps of fixed shapes: on a GPU as CUDA graphs, captured at start and replayed for good; on a CPU simply run.
 
-A step has three graphs: forward, and two ways to finish. All of them share one memory pool and two workspaces, one for
+A step has four graphs: forward, and three ways to finish. All of them share one memory pool and two workspaces, one for
 forward, whose streams and logits stay until finish has read them, and one for finish. So replays of different steps must
 follow each other on one stream, and what a step reports is to be copied before the next one is replayed.
 """
@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from decode.sampling import MOST_TOPS
 from decode.step import Asks, Step
 from kernels.sequences import SequenceTable
 from kernels.trail import Trail
@@ -25,7 +26,9 @@ from kernels.workspace import Ruler, Workspace
 from model.runner import Runner
 
 GREEDY = Asks(draws=False, edits=False, tops=-1)
-EVERYTHING = Asks(draws=True, edits=True, tops=20)
+SAMPLED = Asks(draws=True, edits=True, tops=-1)
+EVERYTHING = Asks(draws=True, edits=True, tops=MOST_TOPS)
+WAYS = (GREEDY, SAMPLED, EVERYTHING)  # to finish; a step takes the first that has all that its rows ask for
 Results = tuple[Tensor, ...]
 _log = logging.getLogger("decode")
 
@@ -109,8 +112,7 @@ class _Finish:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     forward: Replayed
-    greedy: _Finish
-    everything: _Finish
+    finish: dict[Asks, _Finish]
 
 
 class Graphs:
@@ -155,11 +157,25 @@ class Graphs:
             step.forward()
             step.finish(asks)
             return step
-        finish = captured.greedy if asks == GREEDY else captured.everything
+        finish = captured.finish[way_for(asks)]
         captured.forward.replay()
         finish.graph.replay()
         step.report, step.tops = finish.report, finish.tops
         return step
+
+    @torch.inference_mode()
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        """Where nothing is captured: runs a step of each size on the page and the slot that are nobody's, which compiles its
+        kernels. Raises CaptureFailed."""
+        begin_s = time.monotonic()
+        for rows in sizes:
+            for tokens in self._tokens:
+                step = self.step(rows, tokens)
+                with _explained(step, captured=False):
+                    step.forward()
+                    for asks in WAYS:
+                        step.finish(asks)
+        _log.info("kernels compiled in %.1f s", time.monotonic() - begin_s)
 
     @torch.inference_mode()
     def _capture(self, recorder: Recorder) -> None:
@@ -171,8 +187,7 @@ class Graphs:
         rulers = Ruler(self._table.words.device), Ruler(self._table.words.device)
         for step in self._steps.values():
             with _explained(step, captured=False), recorder.running():
-                for asks in (GREEDY, EVERYTHING):
-                    run_within(step, asks, *rulers)
+                run_within(step, *rulers)
         torch.cuda.empty_cache()  # what the rulers took
         warm_s = time.monotonic()
         self.workspace_bytes = sum(ruler.needed_bytes for ruler in rulers)
@@ -184,19 +199,25 @@ class Graphs:
                 with _explained(step, captured=True):
                     self._captured[shape] = _record(step, recorder, *spaces)
         seconds, megabytes = time.monotonic() - warm_s, self.workspace_bytes / 1e6
-        _log.info("%d graphs captured in %.1f s; workspace %.0f MB", 3 * len(shapes), seconds, megabytes)
+        graphs = (1 + len(WAYS)) * len(shapes)
+        _log.info("%d graphs captured in %.1f s; workspace %.0f MB", graphs, seconds, megabytes)
 
 
 def shape_name(rows: int, tokens: int) -> str:
     return f"batch {rows}, {tokens} token{'s' if tokens > 1 else ''}"
 
 
-def run_within(step: Step, asks: Asks, forward_space: Workspace, finish_space: Workspace) -> None:
-    """A whole step, eagerly."""
+def way_for(asks: Asks) -> Asks:
+    return next(way for way in WAYS if way.draws >= asks.draws and way.edits >= asks.edits and way.tops >= asks.tops)
+
+
+def run_within(step: Step, forward_space: Workspace, finish_space: Workspace) -> None:
+    """A step, and all ways to finish it, one after another."""
     with forward_space.active():
         step.forward()
-    with finish_space.active():
-        step.finish(asks)
+    for asks in WAYS:
+        with finish_space.active():
+            step.finish(asks)
 
 
 def _record(step: Step, recorder: Recorder, forward_space: Workspace, finish_space: Workspace) -> _Captured:
@@ -214,7 +235,7 @@ def _record(step: Step, recorder: Recorder, forward_space: Workspace, finish_spa
         graph, (report, ids, logprobs) = recorder.record(run)
         return _Finish(graph, report, (ids, logprobs))
 
-    return _Captured(recorder.record(forward)[0], finish(GREEDY), finish(EVERYTHING))
+    return _Captured(recorder.record(forward)[0], {asks: finish(asks) for asks in WAYS})
 
 
 @contextmanager

@@ -5,17 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
-
 from decode.config import DecodeConfig
 from decode.engine import Engine
-from decode.graphs import EVERYTHING, CudaRecorder, Graphs, Recorder, batch_sizes
+from decode.graphs import CudaRecorder, Graphs, Recorder, batch_sizes
 from decode.stages import check
-from decode.step import Step
 from kernels.sequences import MOST_DRAFTS, SequenceTable
 from model.batch import TABLE_STEP
 from model.memory import TRIAL, CudaGauge, Gauge, kv_room
-from model.runner import Runner
+from model.runner import Runner, doubling
 
 STEP_TOKENS = (1,)  # new tokens a row: a sequence's next one, and no guesses behind it
 _log = logging.getLogger("decode")
@@ -51,7 +48,10 @@ def make_graphs(config: DecodeConfig, runner: Runner, table: SequenceTable, toke
     captures = config.capture == "on"
     if not config.num_pages:
         allot(config, runner, table, tokens, recorder() if captures else None, CudaGauge(runner.device))
-    return Graphs(runner, table, config.max_batch, tokens, recorder() if captures else None)
+    graphs = Graphs(runner, table, config.max_batch, tokens, recorder() if captures else None)
+    if not captures:
+        graphs.warm_up(doubling(config.max_batch))
+    return graphs
 
 
 def allot(
@@ -84,8 +84,8 @@ def _steps_bytes(
     """What all steps will take. With graphs the largest size is captured twice for it: the first time shows what it takes with
     workspaces and machine code, the second what each further size does, which shares those."""
     if recorder is None:
-        largest = Step(runner, table, config.max_batch, max(tokens))
-        return gauge.peak(lambda: _eagerly(largest))
+        largest = Graphs(runner, table, config.max_batch, [max(tokens)])
+        return gauge.peak(lambda: largest.warm_up([config.max_batch]))
     sizes = batch_sizes(config.max_batch)
     before, _ = gauge.free_and_total()
     kept = [Graphs(runner, table, config.max_batch, tokens, recorder, sizes[-1:])]
@@ -93,9 +93,3 @@ def _steps_bytes(
     kept.append(Graphs(runner, table, config.max_batch, tokens, recorder, sizes[-1:]))
     two, _ = gauge.free_and_total()
     return (before - one) + max(0, one - two - kept[1].workspace_bytes) * (len(sizes) - 1)
-
-
-@torch.inference_mode()
-def _eagerly(step: Step) -> None:
-    step.forward()
-    step.finish(EVERYTHING)

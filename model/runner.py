@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import backend
+from kernels.trail import Trail
 from kvtransfer.arena import Arena
 from model.batch import Batch, Row
 from model.cache import LayerCache, kv_layout, resolve_kv_dtype
@@ -32,6 +33,16 @@ def chunk_lengths(most: int) -> list[int]:
     """The lengths of chunks to warm up for: `doubling`, and one more than each, since the indexer has other machine code for
     tokens that do not fill their groups (kernels/indexer.py)."""
     return sorted({min(tokens + more, most) for tokens in doubling(most) for more in (0, 1)})
+
+
+def device_failure(device: torch.device) -> str:
+    """Why this process can not use `device` any more; empty while it can. What was started on it is over afterwards."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+    return ""
 
 
 class Runner:
@@ -82,12 +93,21 @@ class Runner:
     def warm_up(self, steps: Iterable[tuple[int, int]]) -> None:
         """Compiles the kernels of steps of (sequences, tokens of each), on page 0 and slot 0, which belong to nobody. Does
         nothing without kernels. A loop whose first request waits for the compiler would be taken for dead.
+        Raises RuntimeError that says where a step fails.
         """
         if not backend.active().triton:
             return
         begin_s = time.monotonic()
         for sequences, tokens in steps:
-            self.run_once(sequences, tokens)
+            trail = Trail()
+            try:
+                with trail.followed():
+                    self.run_once(sequences, tokens)
+            except Exception as error:  # whatever a compiler, a driver or an operation says is part of the message
+                raise RuntimeError(
+                    f"a step of {sequences} x {tokens} tokens fails: {trail.place()}: {trail.reason(error)}."
+                    " python -m kernels.check tests every kernel on this card."
+                ) from error
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         _log.info("kernels compiled in %.1f s", time.monotonic() - begin_s)

@@ -108,13 +108,25 @@ class Worker:
                 self._engine.compute(chunks)
         except Exception as error:  # whatever the model raises ends these prompts, not the worker
             _log.exception("a step of %d prompts failed", len(chunks))
+            self._leave_if_lost()
             self.scheduler.fail_step(chunks, f"prefill failed: {type(error).__name__}: {error}")
             return
         self.scheduler.computed(chunks, time.monotonic())
         self._report()
 
+    def _leave_if_lost(self) -> None:
+        reason = self._engine.lost()
+        if reason:
+            wire.worker.leave_lost("prefill", reason)
+
     def _report(self) -> None:
-        for tokens, seconds in self._pace.over():
+        """Tells of the steps that are over; what they ran into shows here too."""
+        try:
+            ended = self._pace.over()
+        except RuntimeError:
+            self._leave_if_lost()
+            raise
+        for tokens, seconds in ended:
             now_s = time.monotonic()
             self._presence.stepped(tokens, now_s - seconds, now_s)
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from decode.config import DecodeConfig
 from decode.engine import Engine
+from decode.graphs import Graphs
+from decode.room import make_engine
 from decode.sampling import Choice
 from decode.sequence import Sequence
 from decode.step import Asks, Step
@@ -46,33 +50,50 @@ class LateStep:
         self._engine.wrote(self._sequences)
 
 
+class LateGraphs:
+    """Steps with `spare_rows` rows of nobody, each a LateStep of whoever asked for it."""
+
+    def __init__(self, graphs: Graphs, spare_rows: int) -> None:
+        self._graphs, self._spare_rows = graphs, spare_rows
+        self.engine: LateEngine
+        self.sequences: list[Sequence] = []
+
+    def step(self, rows: int, tokens: int) -> Step:
+        return self._graphs.step(rows + self._spare_rows, tokens)
+
+    def run(self, rows: int, tokens: int, asks: Asks) -> LateStep:
+        step = LateStep(self.engine, self.step(rows, tokens), self.sequences)
+        step.forward()
+        step.finish(asks)
+        return step
+
+
 class LateEngine(Engine):
-    """`spare_rows`: so many rows of nobody are in every step. With `step_tokens` above 1 every sequence gets guesses that are
-    right at two places of three; a launch that asks for one token gets a step of that many."""
+    """With more than one token a step every sequence gets guesses that are right at two places of three."""
 
-    spare_rows = 0
-    step_tokens = 1
-
-    def __init__(self, runner: Any, max_batch: int, depth: int = 0) -> None:
-        super().__init__(runner, max_batch + self.spare_rows, depth)
+    def __init__(self, engine: Engine, graphs: LateGraphs, runner: FakeRunner) -> None:
+        super().__init__(engine.table, graphs, engine._words._spare_pages, engine.depth)  # type: ignore[arg-type]
+        graphs.engine = self
+        self._late = graphs
         self.queue: deque[Callable[[], Any]] = deque()
-        self.runner: FakeRunner = runner
-        self._ends: deque[int] = deque()
+        self.runner = runner
         self._done = self._launched = 0
         send, uploads = self._words._uploads.send, self._words._uploads
         uploads.send = lambda pairs: self.queue.append(lambda: send(pairs))  # type: ignore[method-assign]
+
+    @classmethod
+    def make(cls, config: DecodeConfig, runner: Any, depth: int, spare_rows: int) -> LateEngine:
+        """In place of decode.room.make_engine."""
+        engine = make_engine(replace(config, max_batch=config.max_batch + spare_rows), runner, depth)
+        return cls(engine, LateGraphs(engine._graphs, spare_rows), runner)
 
     @torch.inference_mode()
     def launch(self, sequences: list[Sequence], tokens: int = 1) -> None:
         if self.runner.fail:  # as when the launch itself raises
             self.runner.fail -= 1
             raise RuntimeError("the fake runner was told to fail")
-        take = self._steps.take
-        self._steps.take = lambda rows, tokens: LateStep(self, take(rows + self.spare_rows, tokens), list(sequences))  # type: ignore[assignment,method-assign,return-value]
-        try:
-            super().launch(sequences, tokens)
-        finally:
-            self._steps.take = take  # type: ignore[method-assign]
+        self._late.sequences = list(sequences)
+        super().launch(sequences, tokens)
         self.queue.append(self._end)
         self._launched += 1
 

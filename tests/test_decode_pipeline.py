@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -14,8 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decode.worker
+import wire.worker
+from decode.config import DecodeConfig
 from decode.engine import Engine
 from decode.request import Limits
+from decode.room import make_engine
 from decode.scheduler import Scheduler
 from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Arrived
@@ -33,9 +37,8 @@ SHAPES = [(1, 1, 0), (1, 1, 3), (1, 3, 0), (2, 5, 2), (0, 4, 0)]  # depth, token
 def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Workers that are started now have late engines of one of the shapes; gives its depth."""
     steps_in_flight, tokens, spare = request.param
-    monkeypatch.setattr(decode.worker, "Engine", LateEngine)
+    monkeypatch.setattr(decode.worker, "make_engine", partial(LateEngine.make, spare_rows=spare))
     monkeypatch.setattr(decode.worker, "STEP_TOKENS", tokens)
-    monkeypatch.setattr(LateEngine, "spare_rows", spare)
     return int(steps_in_flight)
 
 
@@ -59,7 +62,7 @@ def test_mixed_requests_get_the_texts_of_one_step_after_the_other(depth: int) ->
         router, prefill = cluster.router, cluster.prefill(FakeRunner(num_pages=800, num_slots=16))
         late = cluster.decode(FakeRunner(num_pages=800, num_slots=40), depth, max_batch=4)
         with pytest.MonkeyPatch.context() as plain:
-            plain.setattr(decode.worker, "Engine", Engine)
+            plain.setattr(decode.worker, "make_engine", make_engine)
             simple = cluster.decode(FakeRunner(num_pages=800, num_slots=40), max_batch=4)
         rids: list[tuple[int, int]] = []
         for params in variants:
@@ -167,7 +170,7 @@ def test_a_device_that_is_lost_ends_the_worker_with_one_line(
         runner.fail = 1
         router.ask(prefill.address, worker.address, prompt(9), GREEDY)
         worker.join(10.0)
-        assert worker.exit_code == decode.worker.LOST_EXIT
+        assert worker.exit_code == wire.worker.LOST_EXIT
         [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("decode can not go on")]
         assert "illegal memory access" in line
         assert not router.failed, "its silence says it"
@@ -181,7 +184,9 @@ class Bench:
         self.runner = FakeRunner(num_pages=num_pages, num_slots=7)
         self.receiver, self.metrics, self.tokens = FakeReceiver(), Metrics(), tokens
         self.pool = PagePool(num_pages, 7)
-        self.engine = LateEngine(self.runner, max_batch, depth)
+        options: dict[str, Any] = {"num_pages": num_pages, "num_slots": 7, "page_tokens": self.runner.layout.page_tokens}
+        config = DecodeConfig(model="", router="tcp://127.0.0.1:1", max_batch=max_batch, **options)
+        self.engine = LateEngine.make(config, self.runner, depth, spare_rows=0)
         self.texts: dict[tuple[int, int], list[int]] = {}
         self.ends: dict[tuple[int, int], str] = {}
         self.prompts: dict[int, list[int]] = {}

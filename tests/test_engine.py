@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from decode.engine import Engine
+from decode.config import DecodeConfig
+from decode.room import make_engine
 from decode.sequence import Sequence
 from decode.step import Asks, Step
 from kernels.sample import noise_stream
@@ -28,7 +29,9 @@ class Host:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_batch: int = 8) -> None:
         self.runner = FakeRunner(num_pages=60, num_slots=9)
         runner: Any = self.runner
-        self.engine = Engine(runner, max_batch)
+        options: dict[str, Any] = {"num_pages": 60, "num_slots": 9, "page_tokens": runner.layout.page_tokens}
+        config = DecodeConfig(model="", router="tcp://127.0.0.1:1", max_batch=max_batch, **options)
+        self.engine = make_engine(config, runner, depth=0)
         self.uploads: list[dict[int, int]] = []
 
         def noted(table: Any, pairs: torch.Tensor, count: int) -> None:
@@ -140,7 +143,7 @@ def test_a_sequence_that_comes_back_has_everything_in_the_table(monkeypatch: pyt
     back = host.sequence(3, [5, 6, 7], params, generated=(7, 50, 7))
     table = host.engine.table
     table.counts[3] = 9
-    monkeypatch.setattr(host.engine._steps, "take", lambda rows, tokens: pytest.fail("") if rows != 1 else Nothing())
+    monkeypatch.setattr(host.engine._graphs, "run", lambda rows, tokens, asks: pytest.fail("") if rows != 1 else Nothing())
     host.engine.launch([back])
     found = {name: getattr(table, name)[3].tolist() for name in ("lengths", "tokens", "drafts", "may_stop_from", "top_k")}
     assert found == {"lengths": 8, "tokens": 7, "drafts": [-1] * 4, "may_stop_from": 15, "top_k": 211}
@@ -156,15 +159,10 @@ def test_a_sequence_that_comes_back_has_everything_in_the_table(monkeypatch: pyt
 
 
 class Nothing:
-    """A step that does not run."""
+    """A step that did not run."""
 
-    rows = 2
     report = torch.zeros(2, 4, dtype=torch.int32)
     tops = (torch.zeros(2, 0), torch.zeros(2, 0))
-
-    def forward(self) -> None: ...
-
-    def finish(self, asks: object) -> None: ...
 
 
 def test_the_sampler_is_asked_for_no_more_than_the_batch_wants(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from decode.graphs import EVERYTHING, GREEDY, CaptureFailed, Graphs, Results, batch_sizes
+from decode.graphs import EVERYTHING, GREEDY, SAMPLED, WAYS, CaptureFailed, Graphs, Results, batch_sizes, way_for
 from decode.stages import check
 from decode.step import Asks
 from kernels import backend, workspace
@@ -99,7 +99,7 @@ def texts(graphs: Graphs, table: SequenceTable, asks: Asks, steps: int) -> list[
     return found
 
 
-@pytest.mark.parametrize("asks", [GREEDY, EVERYTHING])
+@pytest.mark.parametrize("asks", WAYS)
 @pytest.mark.parametrize("captured", [False, True])
 def test_the_text_of_replayed_steps(captured: bool, asks: Asks) -> None:
     """Three sequences; with graphs in a step of four rows, of which one fills up."""
@@ -128,6 +128,15 @@ def test_what_a_replay_reports_is_of_the_way_it_finished() -> None:
     assert graphs.run(3, 1, GREEDY).report is report, "a replay writes where the capture wrote"
 
 
+def test_a_step_finishes_in_the_least_way_that_has_all_it_asks_for() -> None:
+    def way(draws: bool, edits: bool, tops: int) -> Asks:
+        return way_for(Asks(draws, edits, tops))
+
+    assert way(False, False, -1) == GREEDY
+    assert way(True, False, -1) == way(False, True, -1) == way(True, True, -1) == SAMPLED
+    assert way(False, False, 0) == way(True, False, 3) == way(True, True, 20) == EVERYTHING
+
+
 def test_every_step_is_started_before_the_first_is_captured(caplog: pytest.LogCaptureFixture) -> None:
     runner, recorder = FakeRunner(), FakeRecorder()
     order: list[tuple[bool, int]] = []
@@ -137,12 +146,12 @@ def test_every_step_is_started_before_the_first_is_captured(caplog: pytest.LogCa
     with caplog.at_level("INFO"):
         Graphs(runner, table, 4, [1, 2], recorder)  # type: ignore[arg-type]
     rows = [4, 4, 2, 2, 1, 1]
-    eager = [(False, each) for each in rows for _ in range(2)]
-    assert order == eager + [(True, each) for each in rows], "all eagerly, for both ways to finish; then the largest first"
-    assert recorder.recorded == 3 * 6
+    eager = [(False, each) for each in rows]
+    assert order == eager + [(True, each) for each in rows], "all eagerly; then the largest first"
+    assert recorder.recorded == 4 * 6
     assert not recorder.collects and gc.isenabled(), "no garbage is collected during a capture, only then"
     assert "capturing 1 of 6: batch 4, 2 tokens" in caplog.text and "capturing 6 of 6: batch 1, 1 token\n" in caplog.text
-    assert "18 graphs captured in" in caplog.text
+    assert "24 graphs captured in" in caplog.text
 
 
 def test_batch_sizes_end_with_the_largest_and_waste_little() -> None:
@@ -259,6 +268,29 @@ def test_a_kernel_that_does_not_start_at_all(unstarted: tuple[Runner, SequenceTa
     assert "batch 2, 1 token cannot be started, even without a graph: layers.1.attn, kernel decode" in said
     assert "RuntimeError: Triton Error [CUDA]: no kernel image" in said
     assert "--capture off would not help" in said and "python -m kernels.check" in said
+
+
+def test_warming_up_for_prefill_says_where_it_fails(unstarted: tuple[Runner, SequenceTable]) -> None:
+    runner, _ = unstarted
+    with (
+        launches_go_to(Broken("_decode", TOO_MUCH, 1)),
+        pytest.raises(
+            RuntimeError, match=r"a step of 2 x 1 tokens fails: layers\.1\.attn, kernel decode, .*needs 147456 of shared"
+        ),
+    ):
+        runner.warm_up([(1, 300), (2, 1)])
+
+
+def test_without_graphs_every_size_is_started_once(unstarted: tuple[Runner, SequenceTable]) -> None:
+    graphs, started = Graphs(*unstarted, 2, [1, 2]), []
+    with launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)):
+        graphs.warm_up([1, 2])
+    assert started.count("_scan_kernel") == 12, "two sizes, one and two tokens, three ways to finish"
+    with (
+        launches_go_to(Broken("_scan_kernel", TOO_MUCH)),
+        pytest.raises(CaptureFailed, match="batch 1, 1 token cannot be started"),
+    ):
+        graphs.warm_up([1])
 
 
 def test_memory_that_runs_out_is_no_riddle() -> None:

@@ -9,10 +9,12 @@ import pytest
 
 import prefill.worker
 from model.batch import Batch, Row
+from prefill.engine import Engine
 from prefill.pace import STEPS_AHEAD, HostMark, Pace
-from tests.fake_runner import expected_text
+from tests.fake_runner import FakeRunner, expected_text
 from tests.test_workers import GREEDY, Cluster, prompt
-from wire.worker import Presence
+from wire.messages import Abort
+from wire.worker import LOST_EXIT, Presence
 
 
 class Device:
@@ -112,3 +114,24 @@ def test_a_prefill_worker_keeps_its_device_busy_and_is_never_far_ahead(monkeypat
         assert [seconds for _, seconds in told] == pytest.approx([0.03] * 8), (
             "launches take no time, steps do: the router's rates follow"
         )
+
+
+@pytest.mark.parametrize("shows", ["when a step is started", "when it should be over"])
+def test_a_device_that_is_lost_ends_the_worker_with_one_line(
+    shows: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It would fail every prompt from then on. Its silence tells the router, which sends them elsewhere."""
+    monkeypatch.setattr(Engine, "lost", lambda engine: "CUDA error: an illegal memory access was encountered")
+    with Cluster() as cluster:
+        router, runner = cluster.router, FakeRunner()
+        if shows == "when a step is started":
+            runner.fail = 1
+        else:
+            monkeypatch.setattr(HostMark, "passed", lambda mark: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+        worker, decode = cluster.prefill(runner), cluster.decode()
+        router.ask(worker.address, decode.address, prompt(9), GREEDY)
+        worker.join(10.0)
+        assert worker.exit_code == LOST_EXIT and not router.failed
+        [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("prefill can not go on")]
+        assert "illegal memory access" in line
+        router.outbox.send(decode.address, Abort(101, 0))
