@@ -29,6 +29,7 @@ from kernels.workspace import Workspace
 from model.batch import Batch, Row
 from model.cache import kv_layout
 from model.config import ModelConfig
+from model.memory import tokens_in
 from model.runner import Runner
 from scripts.decode_floor import read_gb_per_s, step_bytes
 from scripts.decode_peer import DECODE_MS, KV_BYTES, KV_TOKENS, LIMIT_MS, PREFILL_TOKENS_PER_S
@@ -286,8 +287,8 @@ def capacity(config: BenchConfig) -> list[Figures]:
     """Tokens of the whole model in as many bytes as vLLM was measured with, beside the slots of some numbers of sequences."""
     layout, rows = kv_layout(ModelConfig.from_json(config.released())), []
     for sequences in CAPACITY_SEQUENCES:
-        pages = int(KV_BYTES - sequences * layout.slot_bytes) // layout.page_bytes
-        row = {"kv_gb": KV_BYTES / 1e9, "sequences": sequences, "tokens": pages * layout.page_tokens}
+        tokens = tokens_in(int(KV_BYTES), layout, sequences)
+        row = {"kv_gb": KV_BYTES / 1e9, "sequences": sequences, "tokens": tokens}
         row |= {"page_bytes_per_token": layout.page_bytes / layout.page_tokens, "slot_bytes": layout.slot_bytes}
         if config.widths == "v4-flash":
             row |= {f"vllm_tokens_limit_{limit}": tokens for limit, tokens in KV_TOKENS.items()}
