@@ -135,7 +135,8 @@ class Scheduler:
                 continue
             if isinstance(event, SendLost):
                 self._metrics.add("transfers_broken")
-                self._fail(prompt, "transfer", f"the KV could not be sent to decode: {event.reason}", retryable=True)
+                cause = "corrupt" if event.corrupt else "transfer"
+                self._fail(prompt, cause, f"the KV could not be sent to decode: {event.reason}", retryable=True)
                 continue
             if not self._say_last(prompt, event.ready):
                 self._fail(prompt, "transfer", f"nothing can be sent to {prompt.message.decode_inbox!r}", retryable=True)

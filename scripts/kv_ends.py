@@ -27,10 +27,12 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.pages import PagePool, SeqKV
 from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.transports import BulkOptions, Freed, Key, open_transport
+from kvtransfer.transports.memory import Bytes
 from kvtransfer.transports.seal import new_secret
 from model.cache import kv_layout
 from model.config import ModelConfig
 from scripts.kv_floors import receive
+from scripts.kv_undigested import UndigestedTransport
 from scripts.released_config import RELEASED
 from wire.curve import ClusterKey
 from wire.messages import Abort, Failed, Grant, Offer, Ready, Tokens
@@ -75,6 +77,12 @@ def busy_python(threads: int) -> Iterator[None]:
         spinner.join()
 
 
+def host_pages(arena: Arena) -> Bytes:
+    """The pages, uint8 [pages, page_bytes], or as many bytes of the host's memory when they are on a device."""
+    pages: Bytes = arena.pages.numpy() if arena.shared is not None else torch.ones(arena.pages.shape, dtype=torch.uint8).numpy()
+    return pages
+
+
 class Target:
     """The decode side. `serve` runs until the source hangs up."""
 
@@ -89,10 +97,12 @@ class Target:
     def serve(self, connection: socket.socket) -> None:
         lines = connection.makefile("r")
         order = json.loads(lines.readline())
-        arena = Arena(self._layout, order["pages"] + 1, NUM_SLOTS)
+        arena = Arena(self._layout, order["pages"] + 1, NUM_SLOTS, order["device"])
         arena.pages.zero_()
+        self._host_pages = host_pages(arena)
         self._pool = PagePool(order["pages"] + 1, NUM_SLOTS)
-        transport = open_transport(arena, self._host, self._advertise, BulkOptions(*order["options"]))
+        open_it = open_transport if order["digest"] else UndigestedTransport
+        transport = open_it(arena, self._host, self._advertise, BulkOptions(*order["options"]))
         new = new_secret if order["sealed"] or self._sealed else bytes
         self._receiver = Receiver(arena, transport, order["timeout_s"], new)
         reply = {"inbox": self._inbox.address, "bulk": transport.address()}
@@ -107,19 +117,19 @@ class Target:
                     line = lines.readline()
                     if not line:
                         break
-                    self._obey(json.loads(line), connection, arena)
+                    self._obey(json.loads(line), connection)
                 self._hand_off()
         transport.close()
         self._held.clear()
         self._waiting.clear()
 
-    def _obey(self, order: dict[str, Any], connection: socket.socket, arena: Arena) -> None:
+    def _obey(self, order: dict[str, Any], connection: socket.socket) -> None:
         if order["do"] == "cpu":
             connection.sendall(json.dumps({"cpu_s": cpu_seconds()}).encode() + b"\n")
         else:
             with socket.create_server((self._host, 0), backlog=64) as listener:
                 connection.sendall(json.dumps({"port": listener.getsockname()[1]}).encode() + b"\n")
-                receive(listener, arena.pages.numpy(), order["order"], order["streams"], order["packed"])
+                receive(listener, self._host_pages, order["order"], order["streams"], order["packed"])
 
     def _hand_off(self) -> None:
         for message in self._inbox.drain():

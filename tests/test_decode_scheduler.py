@@ -514,11 +514,14 @@ def test_a_broken_or_short_hand_off_is_retryable_and_its_pages_come_back() -> No
     bench = Bench()
     bench.offer(0, 9)
     bench.offer(1, 9)
+    bench.offer(2, 9)
     bench.step()
     bench.receiver.open_keys.clear()
-    bench.scheduler.settle([Broken((0, 0), "digest"), Arrived((1, 0), 8), Broken((9, 9), "unknown")], 0.0)
-    assert [(f.rid, f.cause, f.retryable) for f in bench.messages(Failed)] == [(0, "transfer", True), (1, "transfer", True)]
-    assert bench.messages(Abort) == [Abort(0, 0), Abort(1, 0)] and bench.nothing_held()
+    broken = [Broken((0, 0), "spans missing"), Broken((2, 0), "digest", corrupt=True), Broken((9, 9), "unknown")]
+    bench.scheduler.settle([*broken[:1], Arrived((1, 0), 8), *broken[1:]], 0.0)
+    failed = [(f.rid, f.cause, f.retryable) for f in bench.messages(Failed)]
+    assert failed == [(0, "transfer", True), (1, "transfer", True), (2, "corrupt", True)]
+    assert bench.messages(Abort) == [Abort(0, 0), Abort(1, 0), Abort(2, 0)] and bench.nothing_held()
 
 
 def test_timeouts_in_every_state() -> None:

@@ -55,7 +55,9 @@ class WorkerConfig:
     memory_fraction: float = option(0.9, help="how much of a GPU's memory may be taken, weights and all")
     max_context: int = option(0, help="tokens of the longest sequence; 0: as many as the model takes")
     transport: str = option(
-        "auto", choices=("auto", "zeromq", "shm"), help="how KV travels; auto: shared memory on one host if it can be mapped"
+        "auto",
+        choices=("auto", "zeromq", "shm", "cuda_ipc"),
+        help="how KV travels; auto: on one host shared memory, or from GPU to GPU (cuda_ipc), if the peer's can be opened",
     )
     lanes: int = option(1, help="connections to each peer over ZeroMQ; more pay off with two free cores for each")
     kv_floor: float = option(0.0, help="GB/s that a peer must take in its test to be used; 0: any speed will do")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtransfer.digest import combine, span_digest
+from kvtransfer.digest import chunk_digest, combine, span_digest
 from kvtransfer.transports import Span
 from kvtransfer.transports.jobs import Job, Piece
-from kvtransfer.transports.memory import Memory
+from kvtransfer.transports.memory import DeviceMemory, Memory
 from kvtransfer.transports.seal import NO_PAYLOAD, tag_digest
 
 DIRECT_BYTES = 128 << 10  # a span from this size on is a frame by itself; below, packing is cheaper than a frame
@@ -21,9 +21,13 @@ class Packer:
 
     def reference(self, piece: Piece, header: bytes) -> tuple[list[Any], int]:
         """The frames (none, or a tag over the header) and the digest of a chunk that the peer fetches."""
-        job = piece.job
-        digests = [span_digest(job.key, *span.place[:3], self._direct(span, job).data) for span in piece.spans]
-        return [] if job.seal is None else [job.seal.close(piece.number, NO_PAYLOAD, b"", header)], combine(digests)
+        job, spans = piece.job, piece.spans
+        if isinstance(self._memory, DeviceMemory):
+            sums = self._memory.sums([span.source for span in spans], job.mark)
+            digest = chunk_digest(job.key, [span.place for span in spans], sums)
+        else:
+            digest = combine(span_digest(job.key, *span.place[:3], self._direct(span, job).data) for span in spans)
+        return [] if job.seal is None else [job.seal.close(piece.number, NO_PAYLOAD, b"", header)], digest
 
     def payload(self, piece: Piece, header: bytes) -> tuple[list[Any], int]:
         """The frames of a chunk and their digest; large spans are the arena's own bytes."""
@@ -57,9 +61,9 @@ class Packer:
         return groups
 
     def _direct(self, span: Span, job: Job) -> Any:
-        return self._memory.direct((span.kind, span.src, span.offset, span.nbytes), job.mark)
+        return self._memory.direct(span.source, job.mark)
 
     def _pack(self, spans: list[Span], job: Job) -> Any:
         packed = self._memory.buffer(sum(span.nbytes for span in spans))
-        self._memory.gather([(s.kind, s.src, s.offset, s.nbytes) for s in spans], packed, job.mark)
+        self._memory.gather([span.source for span in spans], packed, job.mark)
         return packed
