@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from decode.graphs import EVERYTHING, GREEDY, SAMPLED, WAYS, CaptureFailed, Graphs, Results, batch_sizes, way_for
+from decode.graphs import EVERYTHING, GREEDY, SAMPLED, WAYS, CaptureFailed, CudaRecorder, Graphs, Results, batch_sizes, way_for
 from decode.stages import check
 from decode.step import Asks
 from kernels import backend, workspace
@@ -113,6 +113,34 @@ def test_the_text_of_replayed_steps(captured: bool, asks: Asks) -> None:
     assert graphs.step(3, 1).rows == (4 if captured else 3)
     assert not table.lengths[0] and not table.counts[0].any(), "slot 0 belongs to nobody"
     assert graphs.run(3, 1, asks).tops[0].shape[1] == max(0, asks.tops)
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+def test_the_tiny_models_through_graphs(name: str) -> None:
+    """Three prompts of different lengths, in a step with a row of nobody, captured before there was anything in the arena;
+    CUDA graphs where the golden tests run on a GPU. The texts are those of eager steps, one sequence alone."""
+    model, steps = golden.runner(name), 12
+    device = torch.device(golden.DEVICE)
+    table = SequenceTable.make(4, 20, 16, model.config.vocab_size, device)
+    recorder = CudaRecorder(device) if device.type == "cuda" else FakeRecorder()
+    graphs = Graphs(model, table, 4, [1], recorder)
+    expected, texts = [], []
+    for slot, which in enumerate(("len1", "len129", "len300"), 1):
+        ids, _ = golden.prompt(name, which)
+        streams, _ = golden.run(model, [(slot, ids, 0)])
+        expected.append([first := int(model.logits(streams[-1:]).argmax())])
+        expected[-1] = golden.greedy(model, [first], [len(ids)], [slot], steps - 1)[0]
+        golden.run(model, [(slot, ids, 0)])  # once more: the rings are those of the prompt's end again
+        table.rows[slot - 1] = slot
+        table.pages[slot, :3] = torch.tensor(golden.pages_of(slot))
+        table.lengths[slot], table.tokens[slot] = len(ids), first
+        texts.append([first])
+    for _ in range(steps - 1):
+        report = graphs.run(3, 1, GREEDY).report[:3].tolist()
+        for text, (count, status, token, *_) in zip(texts, report, strict=True):
+            assert (count, status) == (1, 0)
+            text.append(token)
+    assert texts == expected
 
 
 def test_what_a_replay_reports_is_of_the_way_it_finished() -> None:

@@ -11,7 +11,9 @@ import prefill.worker
 from model.batch import Batch, Row
 from prefill.engine import Engine
 from prefill.pace import STEPS_AHEAD, HostMark, Pace
+from prefill.prompt import Chunk
 from tests.fake_runner import FakeRunner, expected_text
+from tests.test_prefill_scheduler import prompt_of
 from tests.test_workers import GREEDY, Cluster, prompt
 from wire.messages import Abort
 from wire.worker import LOST_EXIT, Presence
@@ -47,31 +49,32 @@ def test_a_pace_counts_what_is_under_way_and_times_it_on_the_device() -> None:
     device = Device(0.05)
     pace = Pace(device.mark)
     assert [pace.still, pace.full, *pace.over()] == [True, False]
-    for tokens in (100, 7):
-        with pace.step(tokens):
+    first, second = [Chunk(prompt_of(200), 100)], [Chunk(prompt_of(9), 7)]
+    for chunks in (first, second):
+        with pace.step(chunks):
             pass
     assert [pace.still, pace.full, *pace.over()] == [False, True], "both were started at once, neither is over"
     time.sleep(0.06)
-    ((tokens, seconds),) = pace.over()
-    assert (tokens, pace.full) == (100, False) and seconds == pytest.approx(0.05)
+    ((chunks, seconds),) = pace.over()
+    assert chunks is first and not pace.full and seconds == pytest.approx(0.05)
     time.sleep(0.06)
-    ((tokens, seconds),) = pace.over()
-    assert tokens == 7 and seconds == pytest.approx(0.05), "the second began when the first had ended"
+    ((chunks, seconds),) = pace.over()
+    assert chunks is second and seconds == pytest.approx(0.05), "the second began when the first had ended"
 
 
 def test_a_step_that_raises_is_not_waited_for() -> None:
     pace = Pace(Device(60.0).mark)
-    with pytest.raises(RuntimeError, match="broke"), pace.step(5):
+    with pytest.raises(RuntimeError, match="broke"), pace.step([]):
         raise RuntimeError("the model broke")
     assert pace.still and pace.over() == []
 
 
 def test_on_a_cpu_a_step_is_over_when_it_returns() -> None:
     pace = Pace(HostMark)
-    with pace.step(5):
+    with pace.step([]):
         time.sleep(0.02)
-    ((tokens, seconds),) = pace.over()
-    assert tokens == 5 and 0.02 <= seconds < 0.5 and pace.still
+    ((_, seconds),) = pace.over()
+    assert 0.02 <= seconds < 0.5 and pace.still
 
 
 def test_an_upload_is_one_tensor_whose_parts_are_aligned() -> None:
@@ -111,6 +114,8 @@ def test_a_prefill_worker_keeps_its_device_busy_and_is_never_far_ahead(monkeypat
         assert sum(gap == 0.0 for gap in gaps) >= 5, f"the device waited for the host: {gaps}"
         router.until(lambda: len(told) == 8, "all steps reported")
         assert [tokens for tokens, _ in told] == [8] * 8
+        _, counts, seconds = worker.worker.metrics.snapshot()[2]["prefill_seconds"]
+        assert sum(counts) == 1 and seconds >= 8 * 0.03, "a prompt is computed when its last step is over"
         assert [seconds for _, seconds in told] == pytest.approx([0.03] * 8), (
             "launches take no time, steps do: the router's rates follow"
         )
