@@ -17,6 +17,7 @@ from decode.sampling import Choice, Wishes, read_choices
 from decode.sequence import Sequence
 from decode.words import Words
 from kernels.sequences import SequenceTable
+from model.runner import device_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,7 @@ class Engine:
 
     def lost(self) -> str:
         """Why this process can not use its device any more; empty while it can. What was launched is over afterwards."""
-        if self._device.type == "cuda":
-            try:
-                torch.cuda.synchronize(self._device)
-            except RuntimeError as error:
-                return str(error).splitlines()[0]
-        return ""
+        return device_failure(self._device)
 
     def _to_host(self, result: Tensor) -> Tensor:
         """A copy that the next step does not overwrite; from a GPU into pinned memory, and nobody waits for it."""
@@ -90,6 +86,6 @@ class Engine:
     def _mark(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":
             return None
-        landed = torch.cuda.Event()
+        landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         landed.record()
         return landed

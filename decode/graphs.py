@@ -1,6 +1,6 @@
 """All steps of fixed shapes: on a GPU as CUDA graphs, captured at start and replayed for good; on a CPU simply run.
 
-A step has three graphs: forward, and two ways to finish. All of them share one memory pool and two workspaces, one for
+A step has four graphs: forward, and three ways to finish. All of them share one memory pool and two workspaces, one for
 forward, whose streams and logits stay until finish has read them, and one for finish. So replays of different steps must
 follow each other on one stream, and what a step reports is to be copied before the next one is replayed.
 """
@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from decode.sampling import MOST_TOPS
 from decode.step import Asks, Step
 from kernels.sequences import SequenceTable
 from kernels.trail import Trail
@@ -25,7 +26,10 @@ from kernels.workspace import Ruler, Workspace
 from model.runner import Runner
 
 GREEDY = Asks(draws=False, edits=False, tops=-1)
-EVERYTHING = Asks(draws=True, edits=True, tops=20)
+SAMPLED = Asks(draws=True, edits=True, tops=-1)
+EVERYTHING = Asks(draws=True, edits=True, tops=MOST_TOPS)
+WAYS = (GREEDY, SAMPLED, EVERYTHING)  # to finish; a step takes the first that has all that its rows ask for
+Results = tuple[Tensor, ...]
 _log = logging.getLogger("decode")
 
 
@@ -45,7 +49,8 @@ class Recorder(Protocol):
     def running(self) -> AbstractContextManager[None]:
         """Inside, work runs where it will be captured; it is done at the end."""
 
-    def record(self, run: Callable[[], None]) -> Replayed: ...
+    def record(self, run: Callable[[], Results]) -> tuple[Replayed, Results]:
+        """A replay writes what `run` gave into the same tensors."""
 
     def recording(self) -> AbstractContextManager[Replayed]:
         """Records what is done inside, which must be within `running`."""
@@ -66,10 +71,10 @@ class CudaRecorder:
             yield
         self._stream.synchronize()
 
-    def record(self, run: Callable[[], None]) -> Replayed:
+    def record(self, run: Callable[[], Results]) -> tuple[Replayed, Results]:
         with self.running(), self.recording() as graph:
-            run()
-        return graph
+            results = run()
+        return graph, results
 
     @contextmanager
     def recording(self) -> Iterator[Replayed]:
@@ -107,8 +112,7 @@ class _Finish:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     forward: Replayed
-    greedy: _Finish
-    everything: _Finish
+    finish: dict[Asks, _Finish]
 
 
 class Graphs:
@@ -156,11 +160,25 @@ class Graphs:
             step.forward()
             step.finish(asks)
             return step
-        finish = captured.greedy if asks == GREEDY else captured.everything
+        finish = captured.finish[way_for(asks)]
         captured.forward.replay()
         finish.graph.replay()
         step.report, step.tops = finish.report, finish.tops
         return step
+
+    @torch.inference_mode()
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        """Where nothing is captured: runs a step of each size on the page and the slot that are nobody's, which compiles its
+        kernels. Raises CaptureFailed."""
+        begin_s = time.monotonic()
+        for rows in sizes:
+            for tokens in self._tokens:
+                step = self.step(rows, tokens)
+                with _explained(step, captured=False):
+                    step.forward()
+                    for asks in WAYS:
+                        step.finish(asks)
+        _log.info("kernels compiled in %.1f s", time.monotonic() - begin_s)
 
     @torch.inference_mode()
     def _capture(self, recorder: Recorder) -> None:
@@ -172,8 +190,8 @@ class Graphs:
         rulers = Ruler(self._table.words.device), Ruler(self._table.words.device)
         for step in self._steps.values():
             with _explained(step, captured=False), recorder.running():
-                for asks in (GREEDY, EVERYTHING):
-                    run_within(step, asks, *rulers)
+                run_within(step, *rulers)
+        torch.cuda.empty_cache()  # what the rulers took
         warm_s = time.monotonic()
         self.workspace_bytes = sum(ruler.needed_bytes for ruler in rulers)
         _log.info("%d steps started once, kernels compiled, in %.1f s", len(shapes), warm_s - begin_s)
@@ -184,34 +202,43 @@ class Graphs:
                 with _explained(step, captured=True):
                     self._captured[shape] = _record(step, recorder, *spaces)
         seconds, megabytes = time.monotonic() - warm_s, self.workspace_bytes / 1e6
-        _log.info("%d graphs captured in %.1f s; workspace %.0f MB", 3 * len(shapes), seconds, megabytes)
+        graphs = (1 + len(WAYS)) * len(shapes)
+        _log.info("%d graphs captured in %.1f s; workspace %.0f MB", graphs, seconds, megabytes)
 
 
 def shape_name(rows: int, tokens: int) -> str:
     return f"batch {rows}, {tokens} token{'s' if tokens > 1 else ''}"
 
 
-def run_within(step: Step, asks: Asks, forward_space: Workspace, finish_space: Workspace) -> None:
-    """A whole step, eagerly."""
+def way_for(asks: Asks) -> Asks:
+    return next(way for way in WAYS if way.draws >= asks.draws and way.edits >= asks.edits and way.tops >= asks.tops)
+
+
+def run_within(step: Step, forward_space: Workspace, finish_space: Workspace) -> None:
+    """A step, and all ways to finish it, one after another."""
     with forward_space.active():
         step.forward()
-    with finish_space.active():
-        step.finish(asks)
+    for asks in WAYS:
+        with finish_space.active():
+            step.finish(asks)
 
 
 def _record(step: Step, recorder: Recorder, forward_space: Workspace, finish_space: Workspace) -> _Captured:
-    def forward() -> None:
+    def forward() -> Results:
         with forward_space.active():
             step.forward()
+        return ()
 
     def finish(asks: Asks) -> _Finish:
-        def run() -> None:
+        def run() -> Results:
             with finish_space.active():
                 step.finish(asks)
+            return step.report, *step.tops
 
-        return _Finish(recorder.record(run), step.report, step.tops)
+        graph, (report, ids, logprobs) = recorder.record(run)
+        return _Finish(graph, report, (ids, logprobs))
 
-    return _Captured(recorder.record(forward), finish(GREEDY), finish(EVERYTHING))
+    return _Captured(recorder.record(forward)[0], {asks: finish(asks) for asks in WAYS})
 
 
 @contextmanager

@@ -5,17 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
-
 from decode.config import DecodeConfig
 from decode.engine import Engine
-from decode.graphs import EVERYTHING, CudaRecorder, Graphs, Recorder, batch_sizes
+from decode.graphs import CudaRecorder, Graphs, Recorder, batch_sizes
 from decode.stages import check
-from decode.step import Step
 from kernels.sequences import MOST_DRAFTS, SequenceTable
 from model.batch import TABLE_STEP
 from model.memory import TRIAL, CudaGauge, Gauge, kv_room
-from model.runner import Runner
+from model.runner import Runner, doubling
 
 _log = logging.getLogger("decode")
 
@@ -55,7 +52,10 @@ def make_graphs(config: DecodeConfig, runner: Runner, table: SequenceTable, toke
     captures = config.capture == "on"
     if not config.num_pages:
         allot(config, runner, table, tokens, recorder() if captures else None, CudaGauge(runner.device))
-    return Graphs(runner, table, config.max_batch, tokens, recorder() if captures else None)
+    graphs = Graphs(runner, table, config.max_batch, tokens, recorder() if captures else None)
+    if not captures:
+        graphs.warm_up(doubling(config.max_batch))
+    return graphs
 
 
 def allot(
@@ -85,11 +85,11 @@ def _steps_bytes(
     recorder: Recorder | None,
     gauge: Gauge,
 ) -> int:
-    """What all steps will take: with graphs the workspaces, the pool and as many graphs as there will be, of which the
-    largest two sizes are captured for it."""
-    largest = Step(runner, table, config.max_batch, max(tokens), speculates=max(tokens) > 1)
+    """What all steps will take. With graphs the largest size is captured twice for it: the first time shows what it takes with
+    workspaces and machine code, the second what each further size does, which shares those."""
     if recorder is None:
-        return gauge.peak(lambda: _eagerly(largest))
+        largest = Graphs(runner, table, config.max_batch, [max(tokens)])
+        return gauge.peak(lambda: largest.warm_up([config.max_batch]))
     sizes = batch_sizes(config.max_batch)
     before, _ = gauge.free_and_total()
     kept = [Graphs(runner, table, config.max_batch, tokens, recorder, sizes[-1:])]
@@ -97,9 +97,3 @@ def _steps_bytes(
     kept.append(Graphs(runner, table, config.max_batch, tokens, recorder, sizes[-1:]))
     two, _ = gauge.free_and_total()
     return (before - one) + max(0, one - two - kept[1].workspace_bytes) * (len(sizes) - 1)
-
-
-@torch.inference_mode()
-def _eagerly(step: Step) -> None:
-    step.forward()
-    step.finish(EVERYTHING)

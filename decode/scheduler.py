@@ -129,7 +129,7 @@ class Scheduler:
             if request is None or isinstance(event, Freed):
                 continue
             if isinstance(event, Broken):
-                self._break(request, event.reason)
+                self._break(request, event.reason, event.corrupt)
             elif event.length != request.length:
                 self._break(request, f"{event.length} tokens of KV came, {request.length} were offered")
             else:
@@ -263,9 +263,9 @@ class Scheduler:
         self._metrics.add("kv_received_pages", self.limits.pages_for(request.length))
         self._metrics.observe("kv_seconds", now_s - request.granted_s)
         source, full = request.kvs[0], request.length // self.limits.page_tokens
+        for kv in request.kvs[1:]:
+            self._fork(source, kv, full)
         for sample, kv in zip(request.samples, request.kvs, strict=True):
-            if kv is not source:
-                self._fork(source, kv, full)
             kv.length = request.length
             sequence = self._sequence(request, sample, kv, now_s)
             self.running.append(sequence)
@@ -336,9 +336,9 @@ class Scheduler:
         self._release_request(request)
         self._send(request.offer.prefill_inbox, Abort(*request.key))  # the router's word to it may be lost or late
 
-    def _break(self, request: Request, reason: str) -> None:
+    def _break(self, request: Request, reason: str, corrupt: bool = False) -> None:
         self._metrics.add("transfers_broken")
-        self._fail_request(request, "transfer", f"the hand-off is broken: {reason}", retryable=True)
+        self._fail_request(request, "corrupt" if corrupt else "transfer", f"the hand-off is broken: {reason}", retryable=True)
 
     def _finish(self, sequence: Sequence) -> None:
         self._metrics.add("finished")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decode.graphs import EVERYTHING, GREEDY, Recorder, Replayed, shape_name
+from decode.graphs import Recorder, Replayed, run_within, shape_name
 from decode.step import Step
 from kernels.launch import stages_go_to
 from kernels.sequences import SequenceTable
@@ -68,14 +68,6 @@ def check_step(step: Step, recorder: Callable[[], Recorder]) -> list[Outcome]:
     return outcomes
 
 
-def _whole(step: Step, spaces: Sequence[Workspace]) -> None:
-    with spaces[0].active():
-        step.forward()
-    for asks in (GREEDY, EVERYTHING):
-        with spaces[1].active():
-            step.finish(asks)
-
-
 def _run_eagerly(step: Step, recorder: Recorder, spaces: Sequence[Workspace]) -> list[Outcome]:
     """Waits for the device behind each stage: a kernel that fails while it runs shows where it was started."""
     outcomes: list[Outcome] = []
@@ -91,7 +83,7 @@ def _run_eagerly(step: Step, recorder: Recorder, spaces: Sequence[Workspace]) ->
 
     try:
         with trail.followed(), stages_go_to(watch):
-            _whole(step, spaces)
+            run_within(step, *spaces)
     except Exception as error:  # the table is there to show it
         if not outcomes or outcomes[-1].eager == OK:
             outcomes.append(Outcome("between stages"))
@@ -130,7 +122,7 @@ def _capture_pass(
 
     try:
         with trail.followed(), stages_go_to(watch):
-            _whole(step, spaces)
+            run_within(step, *spaces)
     except Exception as error:  # the table is there to show it
         if at not in broken:
             outcomes[at].captured = _shown(trail, error)

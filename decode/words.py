@@ -23,12 +23,12 @@ from kernels.sequences import MOST_DRAFTS, SequenceTable, write_words
 PAIRS = 1 << 14  # (word, value) pairs that are uploaded at once
 ROUNDS = 4  # uploads that may be on their way
 Numbers = NDArray[Any]
-_DTYPES: dict[torch.dtype, type] = {
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.float64: np.float64,
-    torch.float32: np.float32,
-}
+_ALWAYS = (  # fields that are written of every sequence, in the order in which `Words._join` has their values
+    *("lengths", "tokens", "drafts", "stream", "may_stop_from"),
+    *("temperature", "top_p", "min_p"),
+    *("top_k", "forbidden_counts", "bias_counts"),
+    *("presence", "frequency", "repetition"),
+)
 
 
 class Words:
@@ -43,7 +43,10 @@ class Words:
         self._uploads = Uploads(table)
         self._spare_pages = spare_pages
         views = [field.name for field in fields(table) if field.name != "words"]
-        self._places = {name: (*table.place(name), _DTYPES[getattr(table, name).dtype]) for name in views}
+        self._places = {name: table.place(name) for name in views}  # (first word, words of a slot or row)
+        always = [self._places[name] for name in _ALWAYS]
+        self._first_words = np.concatenate([np.arange(first, first + width) for first, width in always])
+        self._strides = np.concatenate([np.full(width, width) for _, width in always])
         self._rows = np.zeros(len(table.rows), np.int64)  # as the table has them, like the next two
         self._owners: list[tuple[int, int] | None] = [None] * len(table.lengths)  # serials
         self._pages = [0] * len(table.lengths)
@@ -71,52 +74,42 @@ class Words:
         wanted[: len(sequences)] = [sequence.kv.slot for sequence in sequences]
         moved = np.flatnonzero(self._rows[:rows] != wanted)
         self._rows[moved], self._seated = wanted[moved], (list(sequences), rows)
-        first, width, _ = self._places["rows"]
+        first, width = self._places["rows"]
         self._add(first + width * moved, wanted[moved].astype(np.int32))  # the upper words are 0 and stay so
 
     def _join(self, sequence: Sequence, slot: int) -> None:
-        """All of a sequence: before this the slot was another's, or it is back with more tokens after a retry."""
+        """All of a sequence: before this the slot was another's."""
         self._owners[slot], self._pages[slot] = sequence.serial, 0
         params, tokens = sequence.sampling, sequence.tokens
-        self._put("lengths", slot, [len(tokens) - 1])
-        self._put("tokens", slot, [tokens[-1]])
-        self._put("drafts", slot, [-1] * MOST_DRAFTS)
+        forbidden = [] if sequence.may_stop else list(dict.fromkeys(sequence.stopping_ids()))
+        biases = _biases(params.logit_bias)
+        stream = noise_stream(torch.tensor(_int64(params.seed)), torch.tensor(sequence.sample)).item()
+        may_stop_from = sequence.prompt_tokens + params.min_tokens
+        top_k = min(params.top_k, self._table.counts.shape[1])
+        values = {
+            np.int64: [len(tokens) - 1, tokens[-1], *[-1] * MOST_DRAFTS, stream, may_stop_from],
+            np.float64: [params.temperature, params.top_p, params.min_p],
+            np.int32: [top_k, len(forbidden), len(biases)],
+            np.float32: [params.presence_penalty, params.frequency_penalty, params.repetition_penalty],
+        }
+        words = [np.array(numbers, dtype).view(np.int32) for dtype, numbers in values.items()]
+        self._add(self._first_words + slot * self._strides, np.concatenate(words))
         self._grow(sequence, slot)
-        self._put("stream", slot, [noise_stream(torch.tensor(_int64(params.seed)), torch.tensor(sequence.sample)).item()])
-        self._put("temperature", slot, [params.temperature])
-        self._put("top_k", slot, [min(params.top_k, self._table.counts.shape[1])])
-        self._put("top_p", slot, [params.top_p])
-        self._put("min_p", slot, [params.min_p])
-        self._put("presence", slot, [params.presence_penalty])
-        self._put("frequency", slot, [params.frequency_penalty])
-        self._put("repetition", slot, [params.repetition_penalty])
-        self._hold_back(sequence, slot)
-        self._bias(sequence, slot)
+        self._put("forbidden", slot, np.array(forbidden, np.int32))
+        self._put("bias_ids", slot, np.array(list(biases), np.int32))
+        with np.errstate(over="ignore"):  # more than a float32 holds is infinite
+            self._put("bias_values", slot, np.array(list(biases.values()), np.float64).astype(np.float32))
         if is_penalised(params):
             self._count(sequence, slot)
 
     def _grow(self, sequence: Sequence, slot: int) -> None:
         known, pages = self._pages[slot], sequence.kv.pages
-        self._put("pages", slot, pages[known:] + [0] * self._spare_pages, known)
+        self._put("pages", slot, np.array(pages[known:] + [0] * self._spare_pages, np.int32), known)
         self._pages[slot] = len(pages)
-
-    def _hold_back(self, sequence: Sequence, slot: int) -> None:
-        ids = [] if sequence.may_stop else list(dict.fromkeys(sequence.stopping_ids()))
-        self._put("may_stop_from", slot, [sequence.prompt_tokens + sequence.sampling.min_tokens])
-        self._put("forbidden_counts", slot, [len(ids)])
-        self._put("forbidden", slot, ids)
-
-    def _bias(self, sequence: Sequence, slot: int) -> None:
-        values: dict[int, float] = {}
-        for token, value in sequence.sampling.logit_bias:  # a token that is named twice gets both
-            values[token] = values.get(token, 0.0) + value
-        self._put("bias_counts", slot, [len(values)])
-        self._put("bias_ids", slot, list(values))
-        self._put("bias_values", slot, list(values.values()))
 
     def _count(self, sequence: Sequence, slot: int) -> None:
         """The slot's row of `kernels.sample.Parameters.counts`. Without penalties nobody reads it, whatever is in it."""
-        first, width, _ = self._places["counts"]
+        first, width = self._places["counts"]
         prompt, generated = sequence.tokens[: sequence.prompt_tokens], sequence.tokens[sequence.prompt_tokens :]
         counts = 2 * np.bincount(np.array(generated, np.int64), minlength=width)
         if sequence.sampling.repetition_penalty != 1.0:
@@ -125,13 +118,11 @@ class Words:
         self._table.counts[slot].zero_()
         self._add(first + width * slot + ids, counts[ids].astype(np.int32))
 
-    def _put(self, name: str, slot: int, values: list[int] | list[float], at: int = 0) -> None:
-        """Values of a slot's part of a field, from its entry `at` on."""
-        first, width, dtype = self._places[name]
-        with np.errstate(over="ignore"):  # more than a float32 holds is infinite
-            words = np.array(values).astype(dtype).view(np.int32)
-        begin = first + width * slot + at * np.dtype(dtype).itemsize // 4
-        self._add(np.arange(begin, begin + len(words)), words)
+    def _put(self, name: str, slot: int, values: Numbers, at: int = 0) -> None:
+        """Values of four bytes each, in a slot's part of a field from its entry `at` on."""
+        first, width = self._places[name]
+        begin = first + width * slot + at
+        self._add(np.arange(begin, begin + len(values)), values.view(np.int32))
 
     def _add(self, words: Numbers, values: Numbers) -> None:
         if len(words):
@@ -149,7 +140,7 @@ class Uploads:
         if table.words.device.type == "cuda":
             self._landing = torch.empty(PAIRS, 2, dtype=torch.int32, device=table.words.device)
             for _ in range(ROUNDS):
-                self._rounds.append((torch.empty(PAIRS, 2, dtype=torch.int32, pin_memory=True), torch.cuda.Event()))
+                self._rounds.append((torch.empty(PAIRS, 2, dtype=torch.int32, pin_memory=True), torch.cuda.Event()))  # type: ignore[no-untyped-call]
 
     def send(self, pairs: Numbers) -> None:
         """int32 [N, 2]: (word, value), each word once."""
@@ -157,7 +148,8 @@ class Uploads:
         if not self._rounds:
             write_words(self._table, source, len(source))
             return
-        for part in source.split(PAIRS):
+        for begin in range(0, len(source), PAIRS):
+            part = source[begin : begin + PAIRS]
             pinned, copied = self._rounds[0]
             self._rounds.rotate(-1)
             copied.synchronize()  # an event that was never recorded is over
@@ -165,6 +157,14 @@ class Uploads:
             self._landing[: len(part)].copy_(pinned[: len(part)], non_blocking=True)
             copied.record()
             write_words(self._table, self._landing, len(part))
+
+
+def _biases(pairs: tuple[tuple[int, float], ...]) -> dict[int, float]:
+    """By token; one that is named twice gets both."""
+    biases: dict[int, float] = {}
+    for token, value in pairs:
+        biases[token] = biases.get(token, 0.0) + value
+    return biases
 
 
 def _int64(seed: int) -> int:

@@ -6,7 +6,6 @@ While there is something to run it never waits; otherwise it sleeps on its inbox
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from typing import Any
 
@@ -28,12 +27,11 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.transports import BulkOptions, open_transport
 from kvtransfer.transports.seal import new_secret as make_secret
 from model.memory import first_arena
-from model.runner import Runner, doubling
+from model.runner import Runner
 from wire.messages import Abort, Offer, Ready, Refused
 from wire.worker import Presence
 
 ARRIVAL_TIMEOUT_S = 10.0  # from Ready to the last byte
-LOST_EXIT = 4
 _log = logging.getLogger("decode")
 
 
@@ -144,15 +142,9 @@ class Worker:
         self._busy_since_s = now_s
 
     def _leave_if_lost(self) -> None:
-        """Ends the process when its device fails everything from now on: the router sends its requests elsewhere."""
-        why = self._engine.lost()
-        if why:
-            print(
-                f"decode can not go on: the device failed and this process can not use it again: {why}",
-                file=sys.stderr,
-                flush=True,
-            )
-            raise SystemExit(LOST_EXIT)
+        reason = self._engine.lost()
+        if reason:
+            wire.worker.leave_lost("decode", reason)
 
     def _counts(self) -> dict[str, int]:
         scheduler = self.scheduler
@@ -168,7 +160,6 @@ def serve(config: DecodeConfig) -> int:
     def build(context: zmq.Context[Any]) -> Worker:
         sizes = first_arena(config.num_pages, config.num_slots, config.device)
         runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
-        runner.warm_up((sequences, 1) for sequences in doubling(config.max_batch))
         return Worker(config, runner, context, depth=int(config.device == "cuda"))
 
     return wire.worker.serve("decode", config, build)

@@ -310,11 +310,11 @@ def sample_reference(logits: Tensor, parameters: Parameters, draws: bool, edits:
 
 def top_logprobs_in_order(logits: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """`top_logprobs` with the lowest ids first on ties."""
-    if not top_k:
-        scores = logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(1)
-        return scores, chosen.new_empty(len(chosen), 0), scores.new_empty(len(chosen), 0)
     logprobs = torch.log_softmax(logits, dim=-1)
-    ids = logprobs.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+    if top_k:
+        ids = logprobs.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+    else:
+        ids = chosen.new_empty(len(chosen), 0)
     return logprobs.gather(1, chosen[:, None])[:, 0], ids, logprobs.gather(1, ids)
 
 

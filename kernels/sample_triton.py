@@ -3,7 +3,7 @@
 1. `_scan_kernel`, a chunk of a row each: the largest logit of every group of 64 ids, the chunk's part of the softmax's
    sum, and, for rows whose logits the client changes, a changed copy with the same of its own.
 2. `_mass_kernel` (only when rows draw), a chunk each: the sum of its weights.
-3. `_choose_kernel`, a row each: greedy or drawn token, log probabilities.
+3. `_draw_kernel`, a row each: greedy or drawn token, log probabilities.
 
 A row's k largest logits lie in the k groups with the largest maxima, so top-k, top-p and the likeliest tokens look at a few
 thousand ids only; a row for which that does not hold (top-p of a flat distribution) searches the whole row instead.
@@ -110,7 +110,7 @@ def sample_rows(logits: Tensor, parameters: Parameters, draws: bool, edits: bool
     selected = made(rows, MOST_GROUPS)
     candidates, candidate_ids = made(rows, CANDIDATES, dtype=torch.float32), made(rows, CANDIDATES)
     launch(
-        _choose_kernel,
+        _draw_kernel,
         (rows,),
         logits,
         changed,
@@ -322,7 +322,7 @@ def _mass_kernel(
 
 
 @jit
-def _choose_kernel(
+def _draw_kernel(
     logits,
     changed,
     keys,

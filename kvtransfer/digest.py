@@ -18,8 +18,33 @@ _MASK = (1 << 64) - 1
 
 def span_digest(key: tuple[int, int], kind: str, number: int, offset: int, data: bytes | memoryview) -> int:
     """Of the contiguous bytes `data` that go to `offset` in the destination's page or slot `number`; 0..2^64-1."""
-    place = _PLACE.pack(*key, kind == "page", number, offset)
-    return xxhash.xxh3_64_intdigest(data, xxhash.xxh3_64_intdigest(place))
+    return xxhash.xxh3_64_intdigest(data, _seed(key, kind, number, offset))
+
+
+def _seed(key: tuple[int, int], kind: str, number: int, offset: int) -> int:
+    return xxhash.xxh3_64_intdigest(_PLACE.pack(*key, kind == "page", number, offset))
+
+
+class SpanDigests:
+    """The same of spans whose bytes come piece by piece, each span's in order."""
+
+    def __init__(self, key: tuple[int, int]) -> None:
+        self._key = key
+        self._spans: dict[tuple[str, int, int, int], xxhash.xxh3_64] = {}
+
+    def add(self, place: tuple[str, int, int, int], piece: memoryview) -> None:
+        if place not in self._spans:
+            self._spans[place] = xxhash.xxh3_64(seed=_seed(self._key, *place[:3]))
+        self._spans[place].update(piece)
+
+    def combined(self) -> int:
+        return combine(span.intdigest() for span in self._spans.values())
+
+
+def chunk_digest(key: tuple[int, int], places: Iterable[tuple[str, int, int, int]], sums: bytes) -> int:
+    """The same of a whole chunk whose bytes no host has seen: `sums` stand for them (`DeviceMemory.sums`)."""
+    where = b"".join(_PLACE.pack(*key, kind == "page", number, offset) for kind, number, offset, _ in places)
+    return xxhash.xxh3_64_intdigest(sums, xxhash.xxh3_64_intdigest(where))
 
 
 def combine(digests: Iterable[int]) -> int:

@@ -38,10 +38,11 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The hand-off cannot be completed; the memory may be reused."""
+    """The hand-off cannot be completed; the memory may be reused. `corrupt`: other bytes arrived than were sent."""
 
     key: Key
     reason: str
+    corrupt: bool = False
 
 
 class Stage(Enum):
@@ -178,7 +179,7 @@ class Receiver:
         if strange := handoff.landed - handoff.expected:
             return Broken(key, f"{_name(min(strange))} is no part of {ready.length} tokens")
         if handoff.digest != ready.digest:
-            return Broken(key, f"digest {handoff.digest:016x} landed, {ready.digest:016x} was sent")
+            return Broken(key, f"digest {handoff.digest:016x} landed, {ready.digest:016x} was sent", corrupt=True)
         return Arrived(key, ready.length)
 
 

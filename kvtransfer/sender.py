@@ -40,10 +40,11 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class SendLost:
-    """The hand-off cannot be completed; its pages and slot are free."""
+    """The hand-off cannot be completed; its pages and slot are free. `corrupt`: other bytes arrived than were sent."""
 
     key: Key
     reason: str
+    corrupt: bool = False
 
 
 class Stage(Enum):
@@ -157,7 +158,7 @@ class Sender:
                 case Wrote(), Stage.GRANTED:
                     self._wrote(handoff, event)
                 case Lost(), Stage.GRANTED:
-                    self._end(handoff, SendLost(event.key, event.reason))
+                    self._end(handoff, SendLost(event.key, event.reason, event.corrupt))
                 case Drained(), Stage.DRAINING:
                     self._end(handoff, SendLost(event.key, handoff.reason) if handoff.reason else Freed(event.key))
         ended, self._ended = self._ended, []

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from kvtransfer.layout import Field
 from model.batch import Batch, Row
-from model.runner import Runner
+from model.runner import Runner, device_failure
 from prefill.prompt import Chunk, Prompt, Scores
 
 SCORED_ROWS = 64  # rows of logits held at a time: 33 MB with the released vocabulary
 
 
 class Engine:
-    """Runs one step. Whatever it raises concerns the chunks of that step only."""
+    """Runs one step. Whatever it raises concerns the chunks of that step only, unless the device is `lost`."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -36,6 +36,10 @@ class Engine:
             if chunk.prompt.scores is not None:
                 self._score(chunk.prompt, chunk.prompt.scores, streams[first : first + chunk.count])
             first += chunk.count
+
+    def lost(self) -> str:
+        """Why this process can not use its device any more; empty while it can."""
+        return device_failure(self._runner.arena.pages.device)
 
     def _batch(self, rows: list[Row]) -> Batch:
         return Batch.build(rows, self._layout.page_tokens, self._runner.arena.pages.device)

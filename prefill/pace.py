@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from prefill.prompt import Chunk
+
 STEPS_AHEAD = 2  # one computes, one waits behind it; more would only choose their prompts too early
 
 
@@ -53,12 +55,12 @@ def marks_of(device: torch.device) -> Callable[[], Mark]:
 
 
 class Pace:
-    """Of the steps that are started and not yet over: `with pace.step(tokens): ...` starts one, `over` gives those that are
+    """Of the steps that are started and not yet over: `with pace.step(chunks): ...` starts one, `over` gives those that are
     done. A step's time runs on the device, from the end of the one before where that is later."""
 
     def __init__(self, mark: Callable[[], Mark]) -> None:
         self._mark = mark
-        self._steps: deque[tuple[int, Mark, Mark]] = deque()  # tokens, begin, end
+        self._steps: deque[tuple[list[Chunk], Mark, Mark]] = deque()  # with begin and end
 
     @property
     def full(self) -> bool:
@@ -69,16 +71,16 @@ class Pace:
         return not self._steps
 
     @contextmanager
-    def step(self, tokens: int) -> Iterator[None]:
+    def step(self, chunks: list[Chunk]) -> Iterator[None]:
         """One that raises is forgotten."""
         begin = self._mark()
         yield
-        self._steps.append((tokens, begin, self._mark()))
+        self._steps.append((chunks, begin, self._mark()))
 
-    def over(self) -> list[tuple[int, float]]:
-        """(tokens, seconds) of the steps that have ended since the last call, in order."""
+    def over(self) -> list[tuple[list[Chunk], float]]:
+        """(chunks, seconds) of the steps that have ended since the last call, in order."""
         ended = []
         while self._steps and self._steps[0][2].passed():
-            tokens, begin, end = self._steps.popleft()
-            ended.append((tokens, end.seconds_since(begin)))
+            chunks, begin, end = self._steps.popleft()
+            ended.append((chunks, end.seconds_since(begin)))
         return ended

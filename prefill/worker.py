@@ -19,7 +19,7 @@ from kvtransfer.pages import PagePool
 from kvtransfer.sender import Sender
 from kvtransfer.transports import BulkOptions, open_transport
 from model.memory import CudaGauge, Gauge, first_arena, kv_room
-from model.runner import Runner, doubling
+from model.runner import Runner, chunk_lengths
 from prefill.config import PrefillConfig
 from prefill.engine import Engine
 from prefill.pace import Pace, marks_of
@@ -72,10 +72,10 @@ class Worker:
         """Receive, schedule, run, reply; waits only when there is nothing to run."""
         now_s = time.monotonic()
         self._receive(now_s)
+        self._report()
         self.scheduler.settle(self._sender.poll(), now_s)
         self.scheduler.expire(now_s)
         self.scheduler.admit(now_s)
-        self._report()
         if self._pace.full:
             self._presence.nap(BUSY_WAIT_MS)
         elif chunks := self.scheduler.next_chunks():
@@ -104,19 +104,32 @@ class Worker:
 
     def _step(self, chunks: list[Chunk]) -> None:
         try:
-            with self._pace.step(sum(chunk.count for chunk in chunks)):
+            with self._pace.step(chunks):
                 self._engine.compute(chunks)
         except Exception as error:  # whatever the model raises ends these prompts, not the worker
             _log.exception("a step of %d prompts failed", len(chunks))
+            self._leave_if_lost()
             self.scheduler.fail_step(chunks, f"prefill failed: {type(error).__name__}: {error}")
             return
         self.scheduler.computed(chunks, time.monotonic())
         self._report()
 
+    def _leave_if_lost(self) -> None:
+        reason = self._engine.lost()
+        if reason:
+            wire.worker.leave_lost("prefill", reason)
+
     def _report(self) -> None:
-        for tokens, seconds in self._pace.over():
+        """Tells of the steps that are over; what they ran into shows here too."""
+        try:
+            ended = self._pace.over()
+        except RuntimeError:
+            self._leave_if_lost()
+            raise
+        for chunks, seconds in ended:
             now_s = time.monotonic()
-            self._presence.stepped(tokens, now_s - seconds, now_s)
+            self.scheduler.ended(chunks, now_s)
+            self._presence.stepped(sum(chunk.count for chunk in chunks), now_s - seconds, now_s)
 
     def _counts(self) -> dict[str, int]:
         scheduler = self.scheduler
@@ -142,10 +155,10 @@ def serve(config: PrefillConfig) -> int:
     def build(context: zmq.Context[Any]) -> Worker:
         sizes = first_arena(config.num_pages, config.num_slots, config.device)
         runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
+        runner.warm_up((1, tokens) for tokens in chunk_lengths(config.chunk_tokens))
+        runner.warm_up([(max(1, config.step_tokens // config.chunk_tokens), config.chunk_tokens)])
         if runner.device.type == "cuda" and not config.num_pages:
             allot(config, runner, CudaGauge(runner.device))
-        runner.warm_up((1, tokens) for tokens in doubling(config.chunk_tokens))
-        runner.warm_up([(max(1, config.step_tokens // config.chunk_tokens), config.chunk_tokens)])
         return Worker(config, runner, context)
 
     return wire.worker.serve("prefill", config, build)

@@ -37,6 +37,7 @@ from wire.metrics import Metrics
 
 _LOG = logging.getLogger("pdserve.router")
 STALL_S = 0.5  # a sweep that comes this much late says that the router stood still, not the workers
+CORRUPT_TRIES = 2  # bytes that change on their way twice will do so again
 WORKER_GRACE_S = 1.0  # workers give up this much after the router, which then is the one that says so
 
 
@@ -231,7 +232,7 @@ class Dispatcher:
             self._blame(attempt, message)
         error = ApiError(500, f"the request failed: {message.reason}", code="worker_failed")
         if message.retryable:
-            self._retry(request, samples, error, counts=message.cause != "retracted")
+            self._retry(request, samples, error, cause=message.cause)
         else:
             self._fail(request, error)
 
@@ -433,18 +434,22 @@ class Dispatcher:
 
     # ---- another try ----
 
-    def _retry(self, request: Request, samples: list[Sample], error: ApiError, counts: bool = True) -> None:
+    def _retry(self, request: Request, samples: list[Sample], error: ApiError, cause: str = "") -> None:
         """Samples that lost their try go on elsewhere; when they have had all their tries, the request ends with `error`."""
         if not samples:  # only the prompt's scores were still to come
             if request.tries or not request.is_generated:
                 return  # another try brings them
             samples = request.samples[:1]
         for sample in samples:
-            sample.failures += counts
-        if request.pinned is None and all(sample.failures < self._config.max_attempts for sample in samples):
+            sample.failures += cause != "retracted"
+            sample.corrupt += cause == "corrupt"
+        if request.pinned is None and all(map(self._may_try, samples)):
             self._resend(request, samples)
         else:
             self._fail(request, error)
+
+    def _may_try(self, sample: Sample) -> bool:
+        return sample.failures < self._config.max_attempts and sample.corrupt < CORRUPT_TRIES
 
     def _retry_lost(self, now: float) -> None:
         """What no worker knows of any more goes on under a new attempt, as after a gap."""
@@ -521,7 +526,7 @@ class Dispatcher:
             self._post(status.inbox, Refused(objection))
 
 
-_CAUSES = {"retracted", "transfer", "timeout", "refused", "internal"}
+_CAUSES = {"retracted", "transfer", "corrupt", "timeout", "refused", "internal"}
 
 
 def _because(reason: str) -> str:

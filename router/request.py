@@ -29,6 +29,7 @@ class Sample:
     index: int
     ids: list[int] = field(default_factory=list)  # generated so far
     failures: int = 0  # tries that count against max_attempts
+    corrupt: int = 0  # of them: their KV arrived as other bytes than were sent
     done: bool = False
 
 

@@ -10,6 +10,7 @@ Real pages and slots of DeepSeek-V4-Flash. Times run from the first byte's push 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import socket
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
@@ -30,8 +32,9 @@ from kvtransfer.sender import Sender, SendLost, Sent
 from kvtransfer.transports import BulkOptions, Key, Transport, open_transport
 from kvtransfer.transports.bulk import congestion_control
 from kvtransfer.transports.faults import Faults, FaultyTransport
-from scripts.kv_ends import NUM_SLOTS, busy_python, cpu_seconds, flash_layout, prove, serve
-from scripts.kv_floors import memcpy_seconds, send
+from scripts.kv_ends import NUM_SLOTS, busy_python, cpu_seconds, flash_layout, host_pages, prove, serve
+from scripts.kv_floors import copy_rate, memcpy_seconds, send
+from scripts.kv_undigested import UndigestedTransport
 from wire.curve import ClusterKey, require_key
 from wire.messages import Abort, Failed, Grant, Offer, SamplingParams, Tokens
 from wire.options import option, parse
@@ -50,7 +53,9 @@ class BenchConfig:
     contexts: str = option("1024,8192,32768,131072", help="tokens of KV a request")
     requests: str = option("1,8,64", help="requests at once")
     lanes: str = option("1,2", help="connections")
-    paths: str = option("zeromq,shm", help="zeromq, shm, auto")
+    paths: str = option("zeromq,shm", help="zeromq, shm, cuda_ipc, auto")
+    arena: str = option("cpu,cpu", help="where the two arenas are, prefill's and decode's: cpu, cuda, cuda:0, ...")
+    digest_cost: bool = option(False, help="instead of the table: what is reached with and without a digest, in turns")
     most_gb: float = option(4.0, help="larger cases are left out")
     sealed: bool = option(False, help="seal bulk with AES-GCM")
     busy: int = option(0, help="threads of CPU-heavy Python in the processes of both engines")
@@ -69,8 +74,16 @@ class BenchConfig:
         if host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"{name} {host} also needs --advertise: the name the other side reaches this one by")
         require_key(name, host, self.cluster_key, self.insecure)
+        if len(self.devices) != 2:
+            raise ValueError(f"--arena is {self.arena!r}; it must name two devices")
+        if self.digest_cost and (self.arena != "cpu,cpu" or self.sealed or self.cluster_key or self.connect):
+            raise ValueError("--digest-cost is of arenas of the CPU, two processes of this host, and bulk that is not sealed")
         if self.cluster_key:
             ClusterKey.read(self.cluster_key)  # raises for what is none
+
+    @property
+    def devices(self) -> list[str]:
+        return self.arena.split(",")
 
 
 @dataclass
@@ -93,23 +106,28 @@ class Row:
     to_memcpy: float
     tcp_gb_per_s: float
     tcp_cpu_s_per_gb: float
+    to_copy: float  # of GPU arenas: to a peer copy (cuda_ipc), or to the slower of the copies to and from pinned memory
 
 
 class Source:
     """The prefill side, connected to a target. `close` when done."""
 
-    def __init__(self, config: BenchConfig, path: str, lanes: int, num_pages: int, target: tuple[str, int]) -> None:
+    def __init__(
+        self, config: BenchConfig, path: str, lanes: int, num_pages: int, target: tuple[str, int], digest: bool = True
+    ) -> None:
         self.layout, self.num_pages, self._target, self._config = flash_layout(), num_pages, target, config
         sealed = config.sealed or bool(config.cluster_key)
-        self.arena = _filled(self.layout, num_pages)
+        self.arena = _filled(self.layout, num_pages, config.devices[0])
+        self.host_pages = host_pages(self.arena)
         options = BulkOptions(path, lanes)
         self._control = socket.create_connection(target)
         self._lines = self._control.makefile("r")
         self._control.sendall(prove(config.cluster_key, self._lines.readline().strip()).encode())
         order = {"pages": num_pages, "options": astuple(options), "sealed": sealed, "busy": config.busy}
-        order["timeout_s"] = 1.0 if config.inject else 30.0
+        order |= {"timeout_s": 1.0 if config.inject else 30.0, "device": config.devices[1], "digest": digest}
         there = self._ask(order)
-        real = open_transport(self.arena, config.host, config.advertise, options)
+        open_it = open_transport if digest else UndigestedTransport
+        real = open_it(self.arena, config.host, config.advertise, options)
         self.transport: Transport = FaultyTransport(real, Faults.parse(config.inject)) if config.inject else real
         self._context = open_context(config.cluster_key)
         self._inbox, self._outbox = self._new_inbox(), Outbox(self._context)
@@ -165,9 +183,19 @@ class Source:
         order = random.sample(range(1, self.num_pages + 1), pages)
         cpu_s = self.cpu_seconds()
         there = self._ask({"do": "floor", "order": random.sample(order, pages), "streams": streams, "packed": packed})
-        seconds = send((self._target[0], there["port"]), self.arena.pages.numpy(), order, streams, packed)
+        seconds = send((self._target[0], there["port"]), self.host_pages, order, streams, packed)
         gb = pages * self.layout.page_bytes / 1e9
         return gb / seconds, (self.cpu_seconds() - cpu_s) / gb
+
+    def copy_floor(self, path: str) -> float:
+        """GB/s of what a path between GPUs cannot be faster than; 0 for arenas of the CPU."""
+        if not self.arena.pages.is_cuda:
+            return 0.0
+        pages = self.arena.pages[: 1 + (256 << 20) // self.layout.page_bytes]
+        if path == "cuda_ipc":
+            return copy_rate(torch.empty_like(pages, device=self._config.devices[1]), pages)
+        pinned = torch.empty(pages.shape, dtype=torch.uint8, pin_memory=True)
+        return min(copy_rate(pinned, pages), copy_rate(torch.empty_like(pages), pinned))
 
     def cpu_seconds(self) -> float:
         """Of both ends, engines included."""
@@ -216,8 +244,8 @@ def offer(key: Key, length: int, inbox: str) -> Offer:
     return Offer(*key, b"", length, (0,), SamplingParams(1, 0), inbox, "", "", 60.0)
 
 
-def _filled(layout: KVLayout, num_pages: int) -> Arena:
-    arena = Arena(layout, num_pages + 1, NUM_SLOTS)
+def _filled(layout: KVLayout, num_pages: int, device: str) -> Arena:
+    arena = Arena(layout, num_pages + 1, NUM_SLOTS, device)
     arena.pages.random_(0, 256)
     arena.slots.random_(0, 256)
     return arena
@@ -229,7 +257,7 @@ def measure(source: Source, path: str, lanes: int, context: int, requests: int, 
     tcp, packed, memcpy, rates, p50, p99 = [], [], [], [], [], []
     places = random.sample(range(1, source.num_pages + 1), source.num_pages)
     half = source.num_pages // 2
-    view = source.arena.pages.numpy()
+    view = source.host_pages
     stop, trips = threading.Event(), []
     source.hand_off(256, 1)  # greets the peer and tests the link
     cpu_s = gb = 0.0
@@ -256,38 +284,75 @@ def measure(source: Source, path: str, lanes: int, context: int, requests: int, 
         p50.append(statistics.median(latencies) * 1e3)
         p99.append(sorted(latencies)[int(0.99 * len(latencies))] * 1e3)
     rate, floor = statistics.median(rates), statistics.median(rate for rate, _ in tcp)
+    (link,) = source.transport.links().values()
+    copy = source.copy_floor(link.path)
     return Row(
-        source.transport.links()[next(iter(source.transport.links()))].path, lanes, context, requests, rate,
+        link.path, lanes, context, requests, rate,
         statistics.median(p50), statistics.median(p99), num_bytes / 1e6,
         (source.transport.counters()["chunks_sent"] - messages) / repeats / requests, cpu_s / gb,
         sorted(trips)[int(0.99 * len(trips))] * 1e3 if trips else 0.0,
         rate / floor, rate / statistics.median(packed), rate / statistics.median(memcpy),
-        floor, statistics.median(cpu for _, cpu in tcp),
+        floor, statistics.median(cpu for _, cpu in tcp), rate / copy if copy else 0.0,
     )  # fmt: skip
 
 
 def run(config: BenchConfig, show: bool = True) -> list[Row]:
     """Every case of `config`."""
     torch.set_num_threads(1)
-    child = None
+    rows: list[Row] = []
+    with _target(config) as address:
+        first, *more = [int(lanes) for lanes in config.lanes.split(",")]
+        for path in config.paths.split(","):
+            for lanes in [first, *more] if path == "zeromq" else [first]:  # the others have one connection
+                rows += _run_path(config, path, lanes, address, show)
+    return rows
+
+
+@contextlib.contextmanager
+def _target(config: BenchConfig) -> Iterator[tuple[str, int]]:
+    """The decode side's address; without --connect it is a process of our own."""
     if config.connect:
         host, port = config.connect.rsplit(":", 1)
-    else:
-        key = ["--cluster-key", config.cluster_key] if config.cluster_key else []
-        command = [sys.executable, "-m", "scripts.bench_kvtransfer", "--serve", "127.0.0.1:0", *key]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        host, port = child.stdout.readline().split()[1].rsplit(":", 1)
-    rows: list[Row] = []
-    try:
-        cases = [(path, int(lanes)) for path in config.paths.split(",") for lanes in config.lanes.split(",")]
-        for path, lanes in [case for case in cases if case[0] != "shm" or case[1] == int(config.lanes.split(",")[0])]:
-            rows += _run_path(config, path, lanes, (host, int(port)), show)
-    finally:
-        if child is not None:
+        yield host, int(port)
+        return
+    key = ["--cluster-key", config.cluster_key] if config.cluster_key else []
+    command = [sys.executable, "-m", "scripts.bench_kvtransfer", "--serve", "127.0.0.1:0", *key]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            host, port = child.stdout.readline().split()[1].rsplit(":", 1)
+            yield host, int(port)
+        finally:
             child.terminate()
-            child.wait()
-    return rows
+
+
+def digest_cost(config: BenchConfig) -> None:
+    """The same hand-offs with and without a digest, in turns, so that both meet the same machine; prints a line a case."""
+    torch.set_num_threads(1)
+    contexts, requests = ([int(number) for number in text.split(",")] for text in (config.contexts, config.requests))
+    num_pages = max(128, flash_layout().pages_for(max(contexts)))
+    print("path     context  n   GB/s with, without  cost: of the rate, CPU s/GB")
+    for path in config.paths.split(","):
+        with _target(config) as one, _target(config) as other:
+            lanes = int(config.lanes.split(",")[0])
+            sources = [Source(config, path, lanes, num_pages, one), Source(config, path, lanes, num_pages, other, digest=False)]
+            for context, count in itertools.product(contexts, requests):
+                rates: list[list[float]] = [[], []]
+                cpu_s: list[list[float]] = [[], []]
+                for number in range(2 * config.repeats + 2):
+                    which = number % 2 ^ number // 2 % 2  # with, without, without, with
+                    before_s = sources[which].cpu_seconds()
+                    seconds, _, num_bytes = sources[which].hand_off(context, count)
+                    gb = count * num_bytes / 1e9
+                    if number > 1:  # the first of each greets and touches memory
+                        rates[which].append(gb / seconds)
+                        cpu_s[which].append((sources[which].cpu_seconds() - before_s) / gb)
+                digested, bare = map(statistics.median, rates)
+                cost_s = statistics.mean(cpu_s[0]) - statistics.mean(cpu_s[1])
+                case = f"{path:8} {context:7} {count:2}"
+                print(f"{case}   {digested:.2f}, {bare:.2f}  {1 - digested / bare:.1%}, {cost_s:.3f}", flush=True)
+            for source in sources:
+                source.close()
 
 
 def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int], show: bool) -> list[Row]:
@@ -311,14 +376,15 @@ def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int
 
 
 HEADER = (
-    "path   lanes  context  n   GB/s  xTCP  xpacked  xmemcpy    p50 ms    p99 ms  MB/req  msg/req  CPU s/GB (TCP)  ctrl p99 ms"
+    "path     lanes  context  n   GB/s  xTCP  xpacked  xmemcpy  xcopy    p50 ms    p99 ms  MB/req  msg/req"
+    "  CPU s/GB (TCP)  ctrl p99 ms"
 )
 
 
 def line(row: Row) -> str:
     return (
-        f"{row.path:6} {row.lanes:5}  {row.context:7} {row.requests:2}  {row.gb_per_s:5.2f}  {row.to_tcp:4.2f}"
-        f"  {row.to_packed:7.2f}  {row.to_memcpy:7.2f}  {row.p50_ms:8.1f}  {row.p99_ms:8.1f}"
+        f"{row.path:8} {row.lanes:5}  {row.context:7} {row.requests:2}  {row.gb_per_s:5.2f}  {row.to_tcp:4.2f}"
+        f"  {row.to_packed:7.2f}  {row.to_memcpy:7.2f}  {row.to_copy:5.2f}  {row.p50_ms:8.1f}  {row.p99_ms:8.1f}"
         f"  {row.mbytes_a_request:6.1f}  {row.messages_a_request:7.1f}"
         f"     {row.cpu_s_per_gb:4.2f} ({row.tcp_cpu_s_per_gb:4.2f})  {row.control_p99_ms:11.2f}"
     )
@@ -330,6 +396,9 @@ def main() -> None:
     if config.serve:
         host, port = config.serve.rsplit(":", 1)
         serve(flash_layout(), host, int(port), config.advertise, config.cluster_key)
+        return
+    if config.digest_cost:
+        digest_cost(config)
         return
     print(f"TCP congestion control here: {congestion_control()} (bbr paces loopback to about half)", HEADER, sep="\n")
     rows = run(config)

@@ -7,11 +7,14 @@ places. "scatter" hands page views to the kernel, "packed" gathers 4 MiB first a
 from __future__ import annotations
 
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kvtransfer.transports.memory import Bytes
 
@@ -58,6 +61,18 @@ def memcpy_seconds(source: Bytes, target: Bytes, order: Sequence[int], places: S
     for src, dst in zip(order, places, strict=True):
         target[dst] = source[src]
     return time.perf_counter() - begin_s
+
+
+def copy_rate(target: Tensor, source: Tensor) -> float:
+    """GB/s of a copy from or to a GPU (the other side pinned memory, or a GPU too), the median of five."""
+    seconds = []
+    for _ in range(6):
+        begin_s = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        for device in {side.device for side in (target, source) if side.is_cuda}:
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begin_s)
+    return source.numel() / 1e9 / statistics.median(seconds[1:])
 
 
 def _in_threads(calls: list[tuple[object, Sequence[int], socket.socket]]) -> None:

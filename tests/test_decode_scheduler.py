@@ -284,6 +284,15 @@ def test_fork_shares_full_pages_and_copies_the_partial_one_and_the_slot() -> Non
     assert [bench.text(0, n) for n in range(3)] == [[7] * 4] * 3 and bench.nothing_held()
 
 
+def test_samples_that_want_no_token_are_forked_and_over() -> None:
+    bench = Bench()
+    bench.offer(0, 10, max_tokens=0, samples=(0, 1, 2))
+    bench.step()
+    bench.arrive()
+    rows = [row for message in bench.messages(Tokens) for row in message.rows]
+    assert [row[2:6] for row in rows] == [[n, 0, [], "length"] for n in range(3)] and bench.nothing_held()
+
+
 def test_fork_at_a_page_boundary_copies_no_page() -> None:
     bench = Bench()
     bench.offer(0, 8, samples=(0, 1))
@@ -505,11 +514,14 @@ def test_a_broken_or_short_hand_off_is_retryable_and_its_pages_come_back() -> No
     bench = Bench()
     bench.offer(0, 9)
     bench.offer(1, 9)
+    bench.offer(2, 9)
     bench.step()
     bench.receiver.open_keys.clear()
-    bench.scheduler.settle([Broken((0, 0), "digest"), Arrived((1, 0), 8), Broken((9, 9), "unknown")], 0.0)
-    assert [(f.rid, f.cause, f.retryable) for f in bench.messages(Failed)] == [(0, "transfer", True), (1, "transfer", True)]
-    assert bench.messages(Abort) == [Abort(0, 0), Abort(1, 0)] and bench.nothing_held()
+    broken = [Broken((0, 0), "spans missing"), Broken((2, 0), "digest", corrupt=True), Broken((9, 9), "unknown")]
+    bench.scheduler.settle([*broken[:1], Arrived((1, 0), 8), *broken[1:]], 0.0)
+    failed = [(f.rid, f.cause, f.retryable) for f in bench.messages(Failed)]
+    assert failed == [(0, "transfer", True), (1, "transfer", True), (2, "corrupt", True)]
+    assert bench.messages(Abort) == [Abort(0, 0), Abort(1, 0), Abort(2, 0)] and bench.nothing_held()
 
 
 def test_timeouts_in_every_state() -> None:
@@ -756,5 +768,6 @@ def test_tokens_before_a_bad_row_are_sent_before_its_failure() -> None:
     bench.step()
     bench.arrive()
     bench.scheduler.advance(bench.scheduler.next_batch(3), [Choice([7, 8], "logits are NaN")], 0.0)
-    tokens, failed = [m for _, m in bench.sent if isinstance(m, Tokens | Failed)]
+    [tokens], [failed] = bench.messages(Tokens), bench.messages(Failed)
+    assert bench.sent.index(("router", tokens)) < bench.sent.index(("router", failed))
     assert tokens.rows[0][4] == [7, 8] and "position 12" in failed.reason and bench.nothing_held()

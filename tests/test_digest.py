@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -11,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.digest import combine, span_digest
+from kvtransfer.digest import SpanDigests, combine, span_digest
 
 BASE: dict[str, Any] = {"key": (5, 1), "kind": "page", "number": 3, "offset": 64, "data": b"some bytes of a page"}
 
@@ -33,6 +34,17 @@ BASE: dict[str, Any] = {"key": (5, 1), "kind": "page", "number": 3, "offset": 64
 )
 def test_everything_that_matters_changes_it(change: dict[str, Any]) -> None:
     assert span_digest(**{**BASE, **change}) != span_digest(**BASE)
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=4), st.binary(min_size=1, max_size=9))
+def test_it_may_be_made_piece_by_piece(data: bytes, cuts: list[int], other: bytes) -> None:
+    key, edges = (5, 1), sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    digests = SpanDigests(key)
+    digests.add(("slot", 1, 8, len(other)), memoryview(other))
+    for begin, end in itertools.pairwise(edges):
+        digests.add(("page", 3, 64, len(data)), memoryview(data)[begin:end])
+    expected = [span_digest(key, "slot", 1, 8, other), *([span_digest(key, "page", 3, 64, data)] if data else [])]
+    assert digests.combined() == combine(expected)
 
 
 def test_two_pages_that_change_places_change_the_sum() -> None:

@@ -306,6 +306,43 @@ def test_a_failure_is_retried_elsewhere_and_only_so_often(cause: str) -> None:
     assert bench.is_empty()
 
 
+@pytest.mark.parametrize(
+    ("causes", "attempts"),
+    [
+        (["corrupt", "corrupt"], 2),
+        (["corrupt", "retracted", "corrupt"], 3),
+        (["transfer", "corrupt", "transfer"], 3),
+        (["corrupt"] * 2 + ["transfer"], 2),
+    ],
+)
+def test_bytes_that_changed_on_their_way_are_sent_once_more(causes: list[str], attempts: int) -> None:
+    bench = Bench(max_attempts=3)
+    bench.pair()
+    request, heard = bench.submit(n=2)
+    for attempt, cause in enumerate(causes):
+        assert heard.error is None or attempt >= attempts
+        bench.fail(request, attempt, cause)
+    assert [message.attempt for _, message in bench.prefills()] == list(range(attempts))
+    assert heard.error is not None and heard.error.status == 500 and heard.ids == {}
+    assert bench.metrics.count("failures_corrupt") == causes[:attempts].count("corrupt") and bench.is_empty()
+
+
+def test_each_sample_has_a_second_try_of_its_own() -> None:
+    bench = Bench()
+    bench.pair()
+    request, heard = bench.submit(n=2)
+    bench.rows(request, 0, [1])
+    bench.rows(request, 0, [2], sample=1)
+    bench.fail(request, 0, "retracted", sample=0)
+    bench.fail(request, 1, "corrupt")  # of sample 0
+    bench.fail(request, 0, "retracted", sample=1)
+    bench.fail(request, 3, "corrupt")  # of sample 1
+    assert heard.error is None
+    bench.rows(request, 2, [3], "stop")
+    bench.rows(request, 4, [4], "stop", sample=1)
+    assert heard.ids == {0: [1, 3], 1: [2, 4]} and bench.is_empty()
+
+
 # ---- tokens that are lost, or come for nobody ----
 
 

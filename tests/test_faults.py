@@ -13,7 +13,7 @@ from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent
 from kvtransfer.transports import Freed, Key, Span, Wrote
 from kvtransfer.transports.faults import Faults, FaultyTransport
-from tests.transfer_rig import PAGE_TOKENS, small_arena, thread_transport, wait
+from tests.transfer_rig import PAGE_TOKENS, rigged_transport, small_arena, thread_transport, wait
 
 LENGTH = 2 * PAGE_TOKENS + 3
 
@@ -23,8 +23,8 @@ class Ends:
 
     def __init__(self, path: str, faults: Faults, timeout_s: float = 0.3) -> None:
         self.source, self.target = small_arena(32, 8, seed=1), small_arena(32, 8, seed=2)
-        self.out = FaultyTransport(thread_transport(self.source, path), faults)
-        self.into = thread_transport(self.target, path)
+        self.out = FaultyTransport(rigged_transport(self.source, path), faults)
+        self.into = rigged_transport(self.target, path)
         self.sender, self.receiver = Sender(self.source, self.out), Receiver(self.target, self.into, timeout_s)
         self.ours, self.theirs = PagePool(32, 8), PagePool(32, 8)
         self.sending: dict[Key, SeqKV] = {}
@@ -86,7 +86,7 @@ class Ends:
         self.into.close()
 
 
-@pytest.fixture(params=["zeromq", "shm"])
+@pytest.fixture(params=["zeromq", "shm", "cuda_ipc"])
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 

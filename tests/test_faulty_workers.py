@@ -45,7 +45,8 @@ def test_a_fault_fails_the_attempt_and_the_next_one_gives_the_text(
         rid = router.ask(source.address, target.address, prompt(30), GREEDY)
         router.until(lambda: len(router.failed) == 1, "the failure")
         failed = router.failed[0]
-        assert (failed.rid, failed.cause, failed.retryable, failed.role) == (rid, "transfer", True, role)
+        cause = "corrupt" if fault == "corrupt" else "transfer"
+        assert (failed.rid, failed.cause, failed.retryable, failed.role) == (rid, cause, True, role)
         assert reason in failed.reason
         broken = source if role == "prefill" else target
         router.until(lambda: router.counter(broken.address, "transfers_broken") == 1, "the count")

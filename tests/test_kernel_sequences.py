@@ -119,7 +119,7 @@ def nobodys(table: SequenceTable) -> dict[str, list[float]]:
 @on_triton
 def test_words_are_those_of_the_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequences, "BLOCK", 4)
-    table = table_of([0, 0, 0])
+    table = table_of([5, 6, 7])
     before = copy_of(table)
     wanted: dict[tuple[str, int], tuple[str, Sequence[float]]] = {
         ("temperature", 3): ("<d", [0.7]),

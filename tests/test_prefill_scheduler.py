@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -384,13 +385,14 @@ def test_time_left_travels_with_the_offer() -> None:
     assert bench.messages(Offer)[0].timeout_s == 3.0
 
 
-def test_a_lost_transfer_is_retryable() -> None:
+@pytest.mark.parametrize(("corrupt", "cause"), [(False, "transfer"), (True, "corrupt")])
+def test_a_lost_transfer_is_retryable(corrupt: bool, cause: str) -> None:
     bench = Bench()
     bench.submit(0, 9)
     bench.step()
-    bench.scheduler.settle([SendLost((0, 0), "peer stalled"), SendLost((9, 9), "unknown")], 0.0)
+    bench.scheduler.settle([SendLost((0, 0), "peer stalled", corrupt), SendLost((9, 9), "unknown")], 0.0)
     failed = bench.messages(Failed)[0]
-    assert (failed.cause, failed.retryable, failed.sample) == ("transfer", True, ALL_SAMPLES)
+    assert (failed.cause, failed.retryable, failed.sample) == (cause, True, ALL_SAMPLES)
     assert "peer stalled" in failed.reason and bench.nothing_held()
 
 

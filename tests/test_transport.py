@@ -26,13 +26,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.arena import Arena
-from kvtransfer.digest import combine, span_digest
+from kvtransfer.digest import chunk_digest, combine, span_digest
 from kvtransfer.layout import Field, KVLayout
-from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Place, Span, Wrote, open_transport
+from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Place, Span, Transport, Wrote, open_transport
 from kvtransfer.transports.bulk import BulkTransport, _keep_freed_memory
 from kvtransfer.transports.channel import REASON_BYTES, Channel, channel_pair, unpack_event
 from kvtransfer.transports.counters import Counters
-from kvtransfer.transports.cuda import CudaMemory
+from kvtransfer.transports.cuda import CudaMemory, SideStream
 from kvtransfer.transports.engine import Engine, Site
 from kvtransfer.transports.frame import (
     LANDED,
@@ -61,6 +61,7 @@ from kvtransfer.transports.packer import DIRECT_BYTES
 from scripts.bench_kvtransfer import BenchConfig, Source, run
 from tests.transfer_rig import (
     LAYOUT,
+    Faultless,
     Proxy,
     RawReceiver,
     RawSender,
@@ -69,7 +70,9 @@ from tests.transfer_rig import (
     header,
     of_type,
     refused,
+    rigged_transport,
     small_arena,
+    sums_by_hand,
     thread_transport,
     wait,
 )  # fmt: skip
@@ -80,7 +83,7 @@ from wire.sockets import Inbox, Outbox
 PAGE, SLOT = LAYOUT.page_bytes, LAYOUT.slot_bytes
 ROOT = Path(__file__).resolve().parent.parent
 KEY = (7, 0)
-Opener = Callable[..., ThreadTransport]
+Opener = Callable[..., ThreadTransport | Faultless]
 
 
 @pytest.fixture
@@ -90,9 +93,12 @@ def context() -> Iterator[zmq.Context[Any]]:
     context.destroy(linger=0)
 
 
-@pytest.fixture(params=["zeromq", "shm"])
-def opener(request: pytest.FixtureRequest) -> Iterator[Opener]:
-    """Opens transports of the kind under test, and closes them."""
+@pytest.fixture(params=["zeromq", "shm", "cuda_ipc", "faults"])
+def opener(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
+    """Opens transports of the kind under test, and closes them. "faults" is the wrapper, with none ordered; "cuda_ipc" works
+    on a GPU where there is one, on the tensors of the CPU elsewhere."""
+    if request.param == "cuda_ipc" and torch.cuda.is_available():
+        monkeypatch.setattr("tests.transfer_rig.DEVICE", "cuda")
     yield from openers(request.param)
 
 
@@ -103,10 +109,10 @@ def zeromq_opener() -> Iterator[Opener]:
 
 
 def openers(path: str) -> Iterator[Opener]:
-    opened: list[ThreadTransport] = []
+    opened: list[ThreadTransport | Faultless] = []
 
-    def build(arena: Arena, stall_s: float = 30.0, lanes: int = 1) -> ThreadTransport:
-        opened.append(thread_transport(arena, path, stall_s, lanes))
+    def build(arena: Arena, stall_s: float = 30.0, lanes: int = 1) -> ThreadTransport | Faultless:
+        opened.append(rigged_transport(arena, path, stall_s, lanes))
         return opened[-1]
 
     yield build
@@ -126,7 +132,7 @@ def landed_places_of_all(events: list[Any]) -> list[Place]:
     return [place for event in of_type(events, Landed) for place in event.places]
 
 
-def bad_frames(transport: BulkTransport) -> int:
+def bad_frames(transport: Transport) -> int:
     return transport.counters()["bad_frames"]
 
 
@@ -158,8 +164,12 @@ def test_digests_agree_and_are_of_the_bytes(opener: Opener) -> None:
     sender.write(receiver.address(), KEY, [page_span(1, 5), Span("slot", 2, 3, 64, 100)])
     wrote = collect(sender, len)
     landed = collect(receiver, lambda events: len(landed_places(events)) == 2)
-    page, slot = bytes(source.pages[1].tolist()), bytes(source.slots[2, 64:164].tolist())
-    digest = combine((span_digest(KEY, "page", 5, 0, page), span_digest(KEY, "slot", 3, 64, slot)))
+    parts = [bytes(source.pages[1].tolist()), bytes(source.slots[2, 64:164].tolist())]
+    places = [("page", 5, 0, PAGE), ("slot", 3, 64, 100)]
+    if isinstance(sender.inner._outbound._memory, CudaMemory):
+        digest = chunk_digest(KEY, places, sums_by_hand(b"".join(parts)))
+    else:
+        digest = combine(span_digest(KEY, *place[:3], part) for place, part in zip(places, parts, strict=True))
     assert wrote == [Wrote(KEY, 2, PAGE + 100, digest)]
     assert combine(event.digest for event in of_type(landed, Landed)) == digest
 
@@ -169,14 +179,24 @@ def test_the_digest_is_of_what_landed_in_the_arena(opener: Opener, monkeypatch: 
     source, target = small_arena(seed=1), small_arena(seed=2)
     sender, receiver = opener(source), opener(target)
     memory = receiver.inner._inbound._memory
-    scatter = memory.scatter
 
-    def faulty(places: Any, parts: Any, mark: Any) -> Any:
-        landed = list(scatter(places, parts, mark))
+    def faulty(places: Any, parts: Any, mark: Any, look: Any) -> None:
+        def seen(place: Any, piece: Any) -> None:
+            target.pages[5, 17] ^= 1
+            look(place, piece)
+
+        scatter(places, parts, mark, seen)
+
+    def faulty_sums(places: Any) -> Any:
         target.pages[5, 17] ^= 1
-        return landed
+        return sums(places)
 
-    monkeypatch.setattr(memory, "scatter", faulty)
+    if isinstance(memory, CudaMemory):
+        sums = memory._sums
+        monkeypatch.setattr(memory, "_sums", faulty_sums)
+    else:
+        scatter = memory.scatter
+        monkeypatch.setattr(memory, "scatter", faulty)
     receiver.expect(KEY, 3, [5])
     sender.write(receiver.address(), KEY, [page_span(1, 5)])
     assert of_type(collect(sender, len), Wrote)[0].digest != of_type(collect(receiver, len), Landed)[0].digest
@@ -549,10 +569,10 @@ def test_a_fault_inside_the_engine_costs_one_hand_off_only(
     memory = receiver.inner._inbound._memory
     scatter, faults = memory.scatter, [RuntimeError("device fault")]
 
-    def faulty(places: Any, parts: Any, mark: Any) -> Any:
+    def faulty(*arguments: Any) -> None:
         if faults:
             raise faults.pop()
-        return scatter(places, parts, mark)
+        scatter(*arguments)
 
     monkeypatch.setattr(memory, "scatter", faulty)
     receiver.expect(KEY, 3, [5, 6])
@@ -595,7 +615,7 @@ def test_a_fault_while_packing_loses_that_hand_off_and_no_other(zeromq_opener: O
 # --- ends: revoke, cancel
 
 
-def drained(transport: BulkTransport, key: tuple[int, int]) -> list[Any]:
+def drained(transport: Transport, key: tuple[int, int]) -> list[Any]:
     """What the transport says up to its Drained of `key`."""
     return collect(transport, lambda events: Drained(key) in events)
 
@@ -1058,7 +1078,7 @@ def test_what_a_turn_says_fits_the_channel_and_what_does_not_is_not_in_the_way()
     ours, theirs = channel_pair()
     memory = CpuMemory({"page": np.zeros((2, 64), np.uint8), "slot": np.zeros((2, 64), np.uint8)})
     rows = {"page": (2, 64), "slot": (2, 64)}
-    engine = Engine(Channel(theirs), Site(memory, rows, None, "127.0.0.1", BulkOptions(), Counters()))
+    engine = Engine(Channel(theirs), Site(memory, rows, None, "shm", "127.0.0.1", BulkOptions(), Counters()))
     heaviest: list[Event] = [Lost((2**64 - 1, 2**32 - 1), "\N{EURO SIGN}" * 1000)] * 5000
     largest = Landed(KEY, (("slot", 2**32 - 1, 2**32 - 1, 2**32 - 1),) * MAX_SPANS, 2**64 - 1)
     for event in [*heaviest, largest, *heaviest, largest]:
@@ -1110,10 +1130,10 @@ def test_a_peer_that_answers_at_length_is_cut_off(zeromq_opener: Opener, context
 
 
 def test_a_mark_that_is_forgotten_waits_for_a_later_one() -> None:
-    memory = CudaMemory.__new__(CudaMemory)
+    stream = SideStream.__new__(SideStream)
     old, new = object(), object()
-    memory._events, memory._newest = {8: old, 9: new}, 9  # type: ignore[dict-item]
-    assert [memory._event(mark) for mark in (8, 9, 1)] == [old, new, new]
+    stream._events, stream._newest = {8: old, 9: new}, 9  # type: ignore[dict-item]
+    assert [stream._event(mark) for mark in (8, 9, 1)] == [old, new, new]
 
 
 def test_an_engine_in_a_thread_keeps_what_libzmq_frees() -> None:

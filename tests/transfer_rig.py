@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
+import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -11,15 +14,21 @@ from typing import Any
 
 import torch
 import zmq
+from torch import Tensor
 
 from kvtransfer.arena import Arena
 from kvtransfer.layout import Field, KVLayout
 from kvtransfer.transports import BulkOptions, Event, Key, Place, Span, Transport
 from kvtransfer.transports.bulk import BulkTransport
+from kvtransfer.transports.cuda import CudaMemory, SideStream
+from kvtransfer.transports.cuda_ipc import HANDLE_BYTES, Extent, Opened
+from kvtransfer.transports.faults import Faults, FaultyTransport
 from kvtransfer.transports.frame import Ack, Chunk, Welcome, pack_ack, pack_chunk, pack_welcome, unpack_ack, unpack_chunk
+from kvtransfer.transports.memory import Memory
 
 torch.set_num_threads(1)
 
+DEVICE = "cpu"
 PAGE_TOKENS = 8
 LAYOUT = KVLayout.pack(
     PAGE_TOKENS,
@@ -29,11 +38,11 @@ LAYOUT = KVLayout.pack(
 
 
 def small_arena(num_pages: int = 32, num_slots: int = 16, seed: int = 0) -> Arena:
-    """An arena of random bytes."""
-    arena = Arena(LAYOUT, num_pages, num_slots)
+    """An arena of random bytes, on `DEVICE`."""
+    arena = Arena(LAYOUT, num_pages, num_slots, DEVICE)
     generator = torch.Generator().manual_seed(seed)
-    arena.pages.random_(0, 256, generator=generator)
-    arena.slots.random_(0, 256, generator=generator)
+    for rows in (arena.pages, arena.slots):
+        rows.copy_(torch.empty(rows.shape, dtype=torch.uint8).random_(0, 256, generator=generator))
     return arena
 
 
@@ -87,6 +96,88 @@ def thread_transport(arena: Arena, path: str = "zeromq", stall_s: float = 30.0, 
     return ThreadTransport(arena, options=BulkOptions(path, lanes, stall_s=stall_s))
 
 
+class HostStream:
+    """Stands in for a CUDA stream where there is none: everything is done when it is issued."""
+
+    def enter(self) -> None:
+        return None
+
+    def mark(self) -> int:
+        return 0
+
+    def after(self, mark: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class OneProcess:
+    """Stands in for the driver, which opens no memory of the process that asks: handles lead to tensors that are here."""
+
+    def __init__(self) -> None:
+        self.exported: dict[bytes, Tensor] = {}
+        self.open_bases: list[int] = []
+
+    def export(self, rows: Tensor) -> Extent:
+        handle = os.urandom(HANDLE_BYTES)
+        self.exported[handle] = rows
+        return Extent(handle, 0)
+
+    def open(self, extent: Extent, nbytes: int) -> Opened:
+        if extent.handle not in self.exported:
+            raise OSError("cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE")
+        rows = self.exported[extent.handle]
+        if extent.offset + nbytes > rows.numel():
+            raise ValueError(f"{nbytes} bytes from {extent.offset} on are more than the {rows.numel()} that were opened")
+        self.open_bases.append(rows.data_ptr())
+        return Opened(rows.data_ptr(), rows.data_ptr() + extent.offset)
+
+    def close(self, opened: Opened) -> None:
+        self.open_bases.remove(opened.base)
+
+
+DRIVER = OneProcess()
+
+
+class DeviceTransport(ThreadTransport):
+    """The transport of GPU workers, both of them in this process; without a GPU over the CPU's tensors."""
+
+    def _device_memory(self, arena: Arena) -> Memory:
+        stream = SideStream(arena.pages.device) if arena.pages.is_cuda else HostStream()
+        return CudaMemory({"page": arena.pages, "slot": arena.slots}, stream, DRIVER)
+
+
+class Faultless(FaultyTransport):
+    """The wrapper that injects faults, which has none to inject."""
+
+    def __init__(self, inner: ThreadTransport) -> None:
+        super().__init__(inner, Faults())
+        self.inner = inner.inner
+
+
+def rigged_transport(arena: Arena, path: str, stall_s: float = 30.0, lanes: int = 1) -> ThreadTransport | Faultless:
+    """Of a path, or of "faults"."""
+    if path == "faults":
+        return Faultless(thread_transport(arena, "zeromq", stall_s, lanes))
+    kind = DeviceTransport if path == "cuda_ipc" else ThreadTransport
+    return kind(arena, options=BulkOptions(path, lanes, stall_s=stall_s))
+
+
+def sums_by_hand(data: bytes) -> bytes:
+    """What a device makes of these bytes for their digest, in Python's numbers."""
+    mask, weights, sums = (1 << 64) - 1, [], []
+    for index in range(1, 16_385):
+        z = index * 0x9E3779B97F4A7C15 & mask
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+        weights.append((z ^ z >> 31) | 1)
+    for at in range(0, len(data), 65_536):
+        words = struct.unpack("<16384i", data[at : at + 65_536].ljust(65_536, b"\0"))
+        sums.append(sum(map(operator.mul, words, weights)) & mask)
+    return struct.pack(f"<{len(sums)}Q", *sums)
+
+
 def header(key: Key, places: list[Place], number: int = 1) -> bytes:
     """Of a chunk whose bytes come along."""
     return pack_chunk(Chunk(key, number, tuple(Span(kind, 0, dst, at, size) for kind, dst, at, size in places)))
@@ -133,7 +224,7 @@ class RawReceiver:
         """The next chunk that is for somebody, and its bytes; it is acknowledged with `status`. None: nothing came."""
         while self.socket.poll(int(timeout_s * 1000)):
             identity, head, *frames = self.socket.recv_multipart()
-            if head[:4] == b"pdH2":
+            if head[:4] == b"pdH3":
                 self.socket.send_multipart([identity, pack_welcome(Welcome("zeromq", "a test"))])
                 continue
             chunk = unpack_chunk(head)
@@ -200,5 +291,5 @@ class Proxy:
         threading.Thread(target=run, daemon=True).start()
 
 
-def of_type(events: Iterable[Any], kind: type) -> list[Any]:
+def of_type(events: Iterable[Any], kind: type | tuple[type, ...]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]

@@ -197,8 +197,8 @@ class Failed:
     """Worker to router: this attempt (or one sample of it) ends without a result here.
 
     ``cause`` is one word for metrics and policy: "retracted" (out of pages; resubmit, not counted as a failure),
-    "transfer" (hand-off broken), "timeout", "refused" (can never work: the reason goes to the client as a 400),
-    "internal".
+    "transfer" (hand-off broken), "corrupt" (the same, by bytes that are not what was sent: retried once), "timeout",
+    "refused" (can never work: the reason goes to the client as a 400), "internal".
     """
 
     rid: int

@@ -26,6 +26,7 @@ from wire.options import option
 from wire.sockets import Inbox, Outbox, open_context
 
 REFUSED_EXIT = 3
+LOST_EXIT = 4
 LAST_WORDS_MS = 500  # what is still queued when the process ends, "gone" among it, may take that long to leave
 SWITCH_INTERVAL_S = 0.0005  # the transport's thread gets the interpreter within half a millisecond
 PUBLISH_PERIOD_S = 0.25
@@ -54,7 +55,9 @@ class WorkerConfig:
     memory_fraction: float = option(0.9, help="how much of a GPU's memory may be taken, weights and all")
     max_context: int = option(0, help="tokens of the longest sequence; 0: as many as the model takes")
     transport: str = option(
-        "auto", choices=("auto", "zeromq", "shm"), help="how KV travels; auto: shared memory on one host if it can be mapped"
+        "auto",
+        choices=("auto", "zeromq", "shm", "cuda_ipc"),
+        help="how KV travels; auto: on one host shared memory, or from GPU to GPU (cuda_ipc), if the peer's can be opened",
     )
     lanes: int = option(1, help="connections to each peer over ZeroMQ; more pay off with two free cores for each")
     kv_floor: float = option(0.0, help="GB/s that a peer must take in its test to be used; 0: any speed will do")
@@ -275,6 +278,14 @@ def leave_refused(message: Refused) -> NoReturn:
     """Says why the router does not want this worker, and ends the process."""
     print(f"refused: {message.reason}", file=sys.stderr, flush=True)
     raise SystemExit(REFUSED_EXIT)
+
+
+def leave_lost(role: str, reason: str) -> NoReturn:
+    """Ends a process whose device fails everything from now on: the router sends its requests elsewhere."""
+    print(
+        f"{role} can not go on: the device failed and this process can not use it again: {reason}", file=sys.stderr, flush=True
+    )
+    raise SystemExit(LOST_EXIT)
 
 
 def _leave(signal_number: int, frame: object) -> None:

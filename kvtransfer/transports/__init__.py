@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvtransfer.arena import Arena
 
 Key = tuple[int, int]  # (rid, attempt), single-use
-Place = tuple[str, int, int, int]  # kind ("page" or "slot"), number in the destination's arena, offset, nbytes
+Place = tuple[str, int, int, int]  # kind ("page" or "slot"), number in an arena (the peer's, unless said), offset, nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ class Span:
     @property
     def place(self) -> Place:
         return (self.kind, self.dst, self.offset, self.nbytes)
+
+    @property
+    def source(self) -> Place:
+        """In our arena."""
+        return (self.kind, self.src, self.offset, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +59,12 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Nothing of `key` can be sent any more: what was queued is dropped, and our memory is not read for it any more."""
+    """Nothing of `key` can be sent any more: what was queued is dropped, and our memory is not read for it any more.
+    `corrupt`: other bytes arrived than were sent."""
 
     key: Key
     reason: str
+    corrupt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ MAX_WRITE_SPANS = 4096  # of one `write`
 class Link:
     """What was found out about a peer when it was first written to."""
 
-    path: str  # "zeromq" or "shm"
+    path: str  # "zeromq", "shm" or "cuda_ipc"
     gb_per_s: float  # of the self-test
     reason: str  # why not the faster one, or why it is not used at all; "" when there is nothing to say
     usable: bool  # not slower than the floor that is configured
@@ -149,9 +156,10 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BulkOptions:
-    """How bulk travels. `path`: "auto" takes shared memory where the peer's arena can be mapped and passes its test."""
+    """How bulk travels. `path`: "auto" takes shared memory where the peer's arena can be mapped, or CUDA IPC where both
+    arenas are on GPUs of one host, and the path passes its test."""
 
-    path: str = "auto"  # "auto", "zeromq" or "shm"
+    path: str = "auto"  # "auto", "zeromq", "shm" or "cuda_ipc"
     lanes: int = 1  # connections to a peer; more pay off with two free cores for each
     floor_gb_per_s: float = 0.0  # a peer whose self-test is slower is not used; 0: any speed will do
     stall_s: float = 10.0  # a peer that takes nothing for so long loses what is queued for it

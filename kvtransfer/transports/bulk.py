@@ -9,15 +9,18 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtransfer.sharing import SharedMemory
 from kvtransfer.transports import MAX_WRITE_SPANS, BulkOptions, Event, Key, Link, Span
 from kvtransfer.transports.channel import ChannelClosed, channel_pair, pack_spans, unpack_event
 from kvtransfer.transports.counters import Counters
-from kvtransfer.transports.memory import CpuMemory, Memory, Rows
+from kvtransfer.transports.frame import PATHS
+from kvtransfer.transports.memory import CpuMemory, DeviceMemory, Memory, Rows
 from kvtransfer.transports.seal import check_secret
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ _log = logging.getLogger("kvtransfer")
 
 class BulkTransport:
     """See `Transport`. The engine is a process over an arena in shared memory, a thread over one on a device."""
+
+    engine = "kvtransfer.transports.engine"  # the process's module
 
     def __init__(self, arena: Arena, host: str = "127.0.0.1", advertise: str = "", options: BulkOptions = _DEFAULTS) -> None:
         self._arena = arena  # its descriptor stays open for as long as we do
@@ -105,8 +110,7 @@ class BulkTransport:
     def gauges(self) -> Mapping[str, float]:
         usable = [link for link in self._links.values() if link.usable]
         return {
-            "kv_links_shm": sum(link.path == "shm" for link in usable),
-            "kv_links_zeromq": sum(link.path == "zeromq" for link in usable),
+            **{f"kv_links_{path}": sum(link.path == path for link in usable) for path in PATHS},
             "kv_links_unusable": len(self._links) - len(usable),
             "kv_slowest_link_gb_per_s": min((link.gb_per_s for link in self._links.values()), default=0.0),
         }
@@ -133,7 +137,7 @@ class BulkTransport:
         descriptors = (theirs.fileno(), arena.shared.fd, self._counters.fd)
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", "kvtransfer.transports.engine", str(theirs.fileno())]
+        command = [sys.executable, "-m", self.engine, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=descriptors, env={**os.environ, **_MALLOC, "PYTHONPATH": path})
         theirs.close()
         pages, slots = self._rows["page"], self._rows["slot"]
@@ -146,12 +150,32 @@ class BulkTransport:
         from kvtransfer.transports.engine import Engine, Site
 
         _keep_freed_memory()
-        memory = _device_memory(arena)
-        site = Site(memory, self._rows, arena.shared, host, options, self._counters)
+        memory, shared, path = self._device_memory(arena), arena.shared, "shm"
+        if isinstance(memory, DeviceMemory):
+            shared, path = self._share_handles(memory.handles()), "cuda_ipc"
+        site = Site(memory, self._rows, shared, path, host, options, self._counters)
         self._engine = Engine(Channel(theirs), site)
         self._thread = threading.Thread(target=self._engine.run, name="kvtransfer", daemon=True)
         self._thread.start()
         return memory
+
+    def _device_memory(self, arena: Arena) -> Memory:
+        if arena.pages.is_cuda:
+            from kvtransfer.transports.cuda import CudaMemory, SideStream
+            from kvtransfer.transports.cuda_ipc import CudaIpc
+
+            device = arena.pages.device
+            return CudaMemory({"page": arena.pages, "slot": arena.slots}, SideStream(device), CudaIpc(device))
+        return CpuMemory({"page": arena.pages.numpy(), "slot": arena.slots.numpy()})
+
+    def _share_handles(self, handles: bytes) -> SharedMemory | None:
+        """Where peers of this host, and only they, find them."""
+        if not handles:
+            return None
+        shared = SharedMemory.create(len(handles))
+        shared.map[: len(handles)] = handles
+        weakref.finalize(self, os.close, shared.fd)
+        return shared
 
     def _await_port(self) -> int:
         """Blocks, once, until the engine listens. Raises RuntimeError when it does not."""
@@ -185,14 +209,6 @@ class BulkTransport:
             raise ValueError(f"{span} is not inside our {count} {span.kind}s of {row_bytes} bytes")
         if not 0 <= span.dst < 1 << 32:
             raise ValueError(f"{span}: a page or slot number has 32 bits")
-
-
-def _device_memory(arena: Arena) -> Memory:
-    if arena.pages.is_cuda:
-        from kvtransfer.transports.cuda import CudaMemory
-
-        return CudaMemory(arena)
-    return CpuMemory({"page": arena.pages.numpy(), "slot": arena.slots.numpy()})
 
 
 def _keep_freed_memory() -> bool:

@@ -95,8 +95,8 @@ def pack_event(event: Event) -> list[Any]:
             return ["wrote", *key, num_spans, num_bytes, digest]
         case Landed(key, places, digest):
             return ["landed", *key, list(places), digest]
-        case Lost(key, reason):
-            return ["lost", *key, reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore")]
+        case Lost(key, reason, corrupt):
+            return ["lost", *key, reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore"), corrupt]
         case Drained(key):
             return ["drained", *key]
 
@@ -108,8 +108,8 @@ def unpack_event(message: list[Any]) -> Event:
             return Wrote((rid, attempt), num_spans, num_bytes, digest)
         case ["landed", rid, attempt, places, digest]:
             return Landed((rid, attempt), tuple((kind, number, at, size) for kind, number, at, size in places), digest)
-        case ["lost", rid, attempt, reason]:
-            return Lost((rid, attempt), reason)
+        case ["lost", rid, attempt, reason, corrupt]:
+            return Lost((rid, attempt), reason, corrupt)
         case ["drained", rid, attempt]:
             return Drained((rid, attempt))
     raise ValueError(f"{message[0]!r} is no event")

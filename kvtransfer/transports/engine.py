@@ -36,11 +36,12 @@ _log = logging.getLogger("kvtransfer")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where an engine works: its arena, and the host it listens on."""
+    """Where an engine works: its arena, and the host it listens on. `shared` leads peers to that arena by `path`."""
 
     memory: Memory
     rows: Rows
     shared: SharedMemory | None
+    path: str
     host: str
     options: BulkOptions
     counters: Counters
@@ -64,17 +65,17 @@ class Engine:
         self._outbound = Outbound(
             self._context, self._poller, site.memory, _hello(site), site.options, site.counters, self._emit, self._report
         )
-        self._host = site.host
+        self._memory, self._host = site.memory, site.host
 
     def run(self) -> None:
         try:
+            self._memory.enter()
             if self._listen():
                 while True:
                     self._turn_safely()
         except ChannelClosed:
             return
         finally:
-            self._inbound.close()
             self._outbound.close()
             self._port.close(linger=0)
             self._context.destroy(linger=0)
@@ -152,7 +153,7 @@ def _weight(event: Event) -> int:
 def _hello(site: Site) -> Hello:
     if site.shared is None:
         return Hello(0, 0, 0, bytes(NAME_BYTES), site.rows)
-    return Hello(os.getpid(), site.shared.fd, site.shared.size_bytes, site.shared.name, site.rows)
+    return Hello(os.getpid(), site.shared.fd, site.shared.size_bytes, site.shared.name, site.rows, site.path)
 
 
 def _bound_socket(context: zmq.Context[Any], max_frame_bytes: int) -> zmq.Socket[bytes]:
@@ -177,7 +178,7 @@ def main(channel_fd: int) -> None:
     shared = SharedMemory.inherit(memory_fd, size_bytes)
     rows: Rows = {"page": (pages[0], pages[1]), "slot": (slots[0], slots[1])}
     memory = CpuMemory(shared_rows(shared, rows))
-    Engine(channel, Site(memory, rows, shared, host, BulkOptions(*options), Counters(counters_fd))).run()
+    Engine(channel, Site(memory, rows, shared, "shm", host, BulkOptions(*options), Counters(counters_fd))).run()
 
 
 if __name__ == "__main__":

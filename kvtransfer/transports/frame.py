@@ -3,7 +3,7 @@
     HELLO    sender -> receiver   who I am, and where my memory is if you can map it
     WELCOME  receiver -> sender   which path it is to be, and why
     CHUNK    sender -> receiver   a header, then the bytes in frames of their own (path "zeromq"), or the header alone:
-                                  then the receiver fetches the bytes from the sender's memory (path "shm")
+                                  then the receiver fetches the bytes from the sender's memory (paths "shm", "cuda_ipc")
     ACK      receiver -> sender   that chunk's bytes are in place, or why not
 
 Little-endian throughout. A chunk's spans fill its payload frames in order, and none lies across two: a large span is a
@@ -21,10 +21,12 @@ from kvtransfer.transports import Key, Place, Span
 
 MAX_SPANS = 4096
 MAX_FRAMES = 64  # of payload in one chunk
-PATHS = ("zeromq", "shm")
-LANDED, LATE, REFUSED = range(3)  # what an ACK says
+PATHS = ("zeromq", "shm", "cuda_ipc")
+SPOKEN = {"zeromq": "ZeroMQ", "shm": "shared memory", "cuda_ipc": "CUDA IPC"}
+MAX_HANDLES_BYTES = 1024  # what leads to a device's memory
+LANDED, LATE, REFUSED, CORRUPT = range(4)  # what an ACK says
 _KINDS = ("page", "slot")
-_HELLO = struct.Struct(f"<4sIIQ{NAME_BYTES}sIIII")
+_HELLO = struct.Struct(f"<4sBxxxIIQ{NAME_BYTES}sIIII")
 _WELCOME = struct.Struct("<4sB")
 _CHUNK = struct.Struct(f"<4sBxxxIQQ{NAME_BYTES}sI")
 _SPAN = struct.Struct("<BxxxIIII")
@@ -40,13 +42,18 @@ class BadFrame(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """`pid` and `fd` lead to the sender's memory on this host (fd 0: it has none to share); `rows` are its sizes."""
+    """`pid` and `fd` lead to the sender's memory on this host (fd 0: it has none to share); `rows` are its sizes.
+
+    `path` is what that memory is good for. "shm": it is the arena itself. "cuda_ipc": it holds the handles of an arena on a
+    GPU, so that who can read them is known to be on the same host.
+    """
 
     pid: int
     fd: int
     memory_bytes: int
     memory_name: bytes
     rows: dict[str, tuple[int, int]]  # kind -> (rows, bytes of one)
+    path: str = "shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +82,22 @@ class Ack:
 
 def pack_hello(hello: Hello) -> bytes:
     pages, slots = hello.rows["page"], hello.rows["slot"]
-    return _HELLO.pack(b"pdH2", hello.pid, hello.fd, hello.memory_bytes, hello.memory_name, *pages, *slots)
+    where = (hello.pid, hello.fd, hello.memory_bytes, hello.memory_name)
+    return _HELLO.pack(b"pdH3", PATHS.index(hello.path), *where, *pages, *slots)
 
 
 def unpack_hello(frame: bytes | memoryview) -> Hello:
     """Raises BadFrame, and only that, whatever the bytes are; so do the other three."""
     if len(frame) != _HELLO.size:
         raise BadFrame(f"{len(frame)} bytes are no hello")
-    magic, pid, fd, memory_bytes, name, *rows = _HELLO.unpack(frame)
-    if magic != b"pdH2":
+    magic, path, pid, fd, memory_bytes, name, *rows = _HELLO.unpack(frame)
+    if magic != b"pdH3" or not 0 < path < len(PATHS):
         raise BadFrame("not a hello of this protocol")
-    if fd and rows[0] * rows[1] + rows[2] * rows[3] != memory_bytes:
+    if fd and PATHS[path] == "shm" and rows[0] * rows[1] + rows[2] * rows[3] != memory_bytes:
         raise BadFrame("rows and memory differ in size")
-    return Hello(pid, fd, memory_bytes, name, {"page": (rows[0], rows[1]), "slot": (rows[2], rows[3])})
+    if fd and PATHS[path] == "cuda_ipc" and memory_bytes > MAX_HANDLES_BYTES:
+        raise BadFrame(f"{memory_bytes} bytes of handles")
+    return Hello(pid, fd, memory_bytes, name, {"page": (rows[0], rows[1]), "slot": (rows[2], rows[3])}, PATHS[path])
 
 
 def pack_welcome(welcome: Welcome) -> bytes:
@@ -135,7 +145,7 @@ def unpack_ack(frame: bytes | memoryview) -> Ack:
     if len(frame) != _ACK.size:
         raise BadFrame(f"{len(frame)} bytes are no ack")
     magic, status, number = _ACK.unpack(frame)
-    if magic != b"pdA2" or status not in (LANDED, LATE, REFUSED):
+    if magic != b"pdA2" or status not in (LANDED, LATE, REFUSED, CORRUPT):
         raise BadFrame("not an ack of this protocol")
     return Ack(number, status)
 

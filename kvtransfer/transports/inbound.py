@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
 
-from kvtransfer.digest import combine, span_digest
+from kvtransfer.digest import SpanDigests, chunk_digest, combine
 from kvtransfer.sharing import SharedMemory
 from kvtransfer.tombstones import Tombstones
 from kvtransfer.transports import Drained, Event, Key, Landed, Place
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
+    CORRUPT,
     LANDED,
     LATE,
     MAX_FRAMES,
     REFUSED,
+    SPOKEN,
     Ack,
     BadFrame,
     Chunk,
@@ -35,8 +35,8 @@ from kvtransfer.transports.frame import (
     unpack_chunk,
     unpack_hello,
 )  # fmt: skip
-from kvtransfer.transports.memory import Bytes, CpuMemory, Memory, Rows, shared_rows
-from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, Seal, tag_digest
+from kvtransfer.transports.memory import CpuMemory, DeviceMemory, DevicePeer, Memory, Rows, shared_rows
+from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, BrokenSeal, Seal, tag_digest
 from kvtransfer.transports.window import Window
 
 _BURST = 4  # messages taken before sending gets its turn
@@ -44,7 +44,6 @@ _REMEMBERED = 4096  # closed windows: what is under way when one closes comes so
 _MAX_MAPPED = 64  # arenas of living peers; one more travels over the network path
 _LOOK_S = 1.0  # how often it is seen to that the owners of mapped arenas still live
 _SCRATCH_BYTES = 4 << 20
-_BESIDE_BYTES = 128 << 10  # less is digested sooner than handed to another thread
 _log = logging.getLogger("kvtransfer")
 
 
@@ -53,7 +52,7 @@ class _Mapped:
     """A peer's arena in our address space, and when the process that it belongs to began."""
 
     hello: Hello
-    memory: CpuMemory
+    memory: CpuMemory | DevicePeer
     began: str
 
     @property
@@ -63,7 +62,7 @@ class _Mapped:
 
 
 class Inbound:
-    """`path` is what this side agrees to: "auto", "zeromq" or "shm"."""
+    """`path` is what this side agrees to: "auto" for any, or one of PATHS."""
 
     def __init__(self, memory: Memory, rows: Rows, path: str, counters: Counters, emit: Callable[[Event], None]) -> None:
         self._memory = memory
@@ -75,7 +74,6 @@ class Inbound:
         self._revoked = Tombstones(_REMEMBERED)
         self._mapped: dict[bytes, _Mapped] = {}  # by the memory's name
         self._looked_s = 0.0
-        self._beside = ThreadPoolExecutor(1, "digest")  # digests of large spans are made while the next one is copied
         self._scratch = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
 
     def expect(self, key: Key, slot: int, pages: Sequence[int], mark: int, secret: bytes) -> None:
@@ -96,9 +94,6 @@ class Inbound:
         """How long the engine may sleep."""
         return int(_LOOK_S * 1000) if self._mapped else 10_000
 
-    def close(self) -> None:
-        self._beside.shutdown()
-
     def receive(self, socket: zmq.Socket[bytes], before_landing: Callable[[], None]) -> None:
         """Takes the messages that are here now, a few at most. A bad one is counted, dropped, and answered so that an
         honest sender of it need not wait. `before_landing` brings the windows up to date: what is received may have been
@@ -117,7 +112,7 @@ class Inbound:
         """The reply to one message, b"" when it deserves none."""
         header = bytes(frames[0]) if frames else b""
         try:
-            if header[:4] == b"pdH2":
+            if header[:4] == b"pdH3":
                 return pack_welcome(self._welcome(unpack_hello(header)))
             chunk = unpack_chunk(header)
         except BadFrame:
@@ -127,9 +122,9 @@ class Inbound:
             if len(frames) > 1 + MAX_FRAMES:
                 raise BadFrame(f"{len(frames) - 1} frames of payload")
             status = self._probe(chunk, frames[1:]) if chunk.probe else self._land(chunk, header, frames[1:])
-        except BadFrame:
+        except BadFrame as error:
             self._counters.add("bad_frames")
-            status = REFUSED
+            status = CORRUPT if isinstance(error, BrokenSeal) else REFUSED
         except Exception:  # a device fault, no memory: it costs this hand-off, whose sender must not wait for an answer
             _log.exception("a chunk of hand-off %s cannot be landed", chunk.key)
             status = REFUSED
@@ -137,8 +132,8 @@ class Inbound:
 
     def _welcome(self, hello: Hello) -> Welcome:
         """Which path a new peer's bytes are to take: the fast one when its memory can be mapped."""
-        if self._path == "zeromq":
-            return Welcome("zeromq", "shared memory is switched off at the receiver")
+        if self._path not in ("auto", hello.path):
+            return Welcome("zeromq", f"{SPOKEN[hello.path]} is switched off at the receiver")
         if not hello.fd:
             return Welcome("zeromq", "the sender has no memory to share")
         self._drop_orphans()
@@ -147,14 +142,22 @@ class Inbound:
                 "zeromq", f"the receiver has mapped {_MAX_MAPPED} arenas of living senders, which is the most it does"
             )
         try:
-            foreign = SharedMemory.open_foreign(hello.pid, hello.fd, hello.memory_bytes, hello.memory_name)
+            memory = self._open(hello)
         except (OSError, ValueError) as error:
             advice = "run both workers as one user in one PID namespace of one host, or with --transport zeromq"
             return Welcome("zeromq", f"the sender's memory cannot be mapped: {error}; {advice}")
-        foreign.close_descriptor()
-        memory = CpuMemory(shared_rows(foreign, hello.rows))
         self._mapped[hello.memory_name] = _Mapped(hello, memory, _process_start(hello.pid))
-        return Welcome("shm", "")
+        return Welcome(hello.path, "")
+
+    def _open(self, hello: Hello) -> CpuMemory | DevicePeer:
+        """A peer's arena, to read from. Raises OSError or ValueError."""
+        foreign = SharedMemory.open_foreign(hello.pid, hello.fd, hello.memory_bytes, hello.memory_name)
+        foreign.close_descriptor()
+        if hello.path == "shm":
+            return CpuMemory(shared_rows(foreign, hello.rows))
+        if not isinstance(self._memory, DeviceMemory):
+            raise ValueError("it is on a GPU, and the receiver's is not")
+        return self._memory.open_peer(foreign.map[: foreign.size_bytes], hello.rows)
 
     def _drop_orphans(self) -> None:
         for name in [name for name, mapped in self._mapped.items() if not mapped.owned]:
@@ -162,7 +165,14 @@ class Inbound:
 
     def _probe(self, chunk: Chunk, frames: list[memoryview]) -> int:
         """A copy as good as any, to memory that is nobody's."""
-        parts = self._fetch(chunk) if chunk.memory_name else [np.frombuffer(frame, dtype=np.uint8) for frame in frames]
+        if not chunk.memory_name:
+            parts = [np.frombuffer(frame, dtype=np.uint8) for frame in frames]
+        elif isinstance(memory := self._source(chunk), CpuMemory):
+            parts = [memory.direct(span.source, 0) for span in chunk.spans]
+        else:
+            assert isinstance(self._memory, DeviceMemory)
+            self._memory.read(memory, [span.source for span in chunk.spans])
+            return LANDED
         for part in parts:
             room = self._scratch[: len(part)]
             room[:] = part[: len(room)]
@@ -193,19 +203,21 @@ class Inbound:
                 _check_header(window.seal, chunk, header, frames)
             elif frames:
                 raise BadFrame("a chunk of shared memory with bytes of its own")
-            parts = self._fetch(chunk)
+            memory, sources = self._source(chunk), [span.source for span in chunk.spans]
+            if not isinstance(memory, CpuMemory):
+                assert isinstance(self._memory, DeviceMemory)
+                return chunk_digest(chunk.key, wanted, self._memory.fetch(memory, sources, wanted, window.mark))
+            parts = [memory.direct(source, 0) for source in sources]
         elif window.seal is not None:
             return self._unseal(window, chunk, wanted, header, frames)
         else:
             parts = [np.frombuffer(part, dtype=np.uint8) for part in split_payload(chunk.spans, frames)]
-        digests = []
-        for at, data in zip(wanted, self._memory.scatter(wanted, parts, window.mark), strict=True):
-            digest = partial(span_digest, chunk.key, *at[:3], data.data)
-            digests.append(self._beside.submit(digest).result if len(data) >= _BESIDE_BYTES else digest)
-        return combine(digest() for digest in digests)
+        digests = SpanDigests(chunk.key)
+        self._memory.scatter(wanted, parts, window.mark, lambda place, piece: digests.add(place, piece.data))
+        return digests.combined()
 
-    def _fetch(self, chunk: Chunk) -> list[Bytes]:
-        """The bytes of a chunk in its sender's memory (views)."""
+    def _source(self, chunk: Chunk) -> CpuMemory | DevicePeer:
+        """The memory that a chunk's bytes are to be fetched from; its spans are inside."""
         if chunk.memory_name not in self._mapped:
             raise BadFrame("a chunk of memory that is not mapped here")
         mapped = self._mapped[chunk.memory_name]
@@ -213,7 +225,7 @@ class Inbound:
             count, row_bytes = mapped.hello.rows[span.kind]
             if span.src >= count or span.offset + span.nbytes > row_bytes:
                 raise BadFrame(f"{span} is not inside the sender's memory")
-        return [mapped.memory.direct((span.kind, span.src, span.offset, span.nbytes), 0) for span in chunk.spans]
+        return mapped.memory
 
     def _unseal(self, window: Window, chunk: Chunk, wanted: tuple[Place, ...], header: bytes, frames: list[memoryview]) -> int:
         """Decrypts frame by frame: a large span straight into its place, small ones by way of a buffer."""
@@ -233,8 +245,7 @@ class Inbound:
             window.seal.open_into(chunk.number, index, sealed, header, plain)
             if target is None:
                 parts = np.split(plain, np.cumsum([place[3] for place in group[:-1]]))
-                for _ in self._memory.scatter(group, parts, window.mark):
-                    pass
+                self._memory.scatter(group, parts, window.mark)
         return combine(tag_digest(frame) for frame in frames)
 
 

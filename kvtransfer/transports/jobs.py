@@ -123,10 +123,10 @@ class Jobs:
     def closing(self) -> bool:
         return bool(self._closing)
 
-    def lose(self, key: Key, reason: str) -> None:
+    def lose(self, key: Key, reason: str, corrupt: bool = False) -> None:
         """A hand-off with a hole is of no use: drops all of it."""
         if key not in self._ending:
-            self._end(key, Lost(key, reason))
+            self._end(key, Lost(key, reason, corrupt))
 
     def lose_peer(self, peer: str, reason: str) -> None:
         """Drops every hand-off that something waits of for `peer`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,10 +14,22 @@ from kvtransfer.transports import Place
 
 Bytes = NDArray[np.uint8]
 Rows = dict[str, tuple[int, int]]  # kind -> (rows, bytes of one)
+Look = Callable[[Place, Bytes], None]
+
+
+PIECE_BYTES = 256 << 10  # read and written, twice of it stays in a core's cache
+
+
+def no_look(place: Place, piece: Bytes) -> None:
+    return None
 
 
 class Memory(Protocol):
     """Used by the transport's thread, except `mark`, which belongs to the thread that computes."""
+
+    def enter(self) -> None:
+        """The transport's thread begins: its first call."""
+        ...
 
     def mark(self) -> int:
         """Names a point in the computing thread's work; a copy that is given it starts after what was issued before."""
@@ -34,9 +47,9 @@ class Memory(Protocol):
         """Packs the bytes of `places`, one after the other, into `out`; done when it returns."""
         ...
 
-    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int) -> Iterator[Bytes]:
-        """Puts `parts` to `places`; done when it is exhausted. Gives per place the bytes that a digest is to be made of,
-        one by one, so that they are still in the cache.
+    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
+        """Puts `parts` to `places`; done when it returns. `look` is shown the bytes that a digest is to be made of: each
+        place's in order, piece by piece, while they are in the cache.
 
         In CPU memory these are the arena's own bytes, so that the digest covers what really landed. From a device they
         would have to come back over PCIe: there they are the received bytes, and the copy is trusted.
@@ -44,11 +57,42 @@ class Memory(Protocol):
         ...
 
 
+class DevicePeer:
+    """A sender's device memory, opened by ours to be read from. It is let go with this object."""
+
+
+class DeviceMemory(ABC):
+    """What a device's memory can do beside that (see `Memory`) for ends on one host: bytes that no host touches."""
+
+    @abstractmethod
+    def handles(self) -> bytes:
+        """What leads another process of this host to this memory; b"" when nothing does. Called by the owner's thread."""
+
+    @abstractmethod
+    def open_peer(self, handles: bytes, rows: Rows) -> DevicePeer:
+        """Raises OSError when it cannot be opened, ValueError when it is not what it is said to be."""
+
+    @abstractmethod
+    def fetch(self, peer: DevicePeer, sources: Sequence[Place], places: Sequence[Place], mark: int) -> bytes:
+        """Copies a peer's `sources` to our `places`; done when it returns. Gives the `sums` of what is there then."""
+
+    @abstractmethod
+    def read(self, peer: DevicePeer, sources: Sequence[Place]) -> None:
+        """Reads a peer's `sources` to nowhere: only the speed counts."""
+
+    @abstractmethod
+    def sums(self, places: Sequence[Place], mark: int) -> bytes:
+        """What a digest of the bytes of `places`, made on the device, consists of: a few of them stand for all."""
+
+
 class CpuMemory:
     """Numpy views over rows: one copy a span, without torch's cost per slice."""
 
     def __init__(self, rows: Mapping[str, Bytes]) -> None:
         self._rows = rows
+
+    def enter(self) -> None:
+        return None
 
     def mark(self) -> int:
         return 0
@@ -66,11 +110,13 @@ class CpuMemory:
             out[at : at + place[3]] = self.direct(place, mark)
             at += place[3]
 
-    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int) -> Iterator[Bytes]:
+    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
         for place, part in zip(places, parts, strict=True):
             target = self.direct(place, mark)
-            target[:] = part
-            yield target
+            for begin in range(0, place[3], PIECE_BYTES):
+                piece = target[begin : begin + PIECE_BYTES]
+                piece[:] = part[begin : begin + PIECE_BYTES]
+                look(place, piece)
 
 
 def shared_rows(memory: SharedMemory, rows: Rows) -> dict[str, Bytes]:

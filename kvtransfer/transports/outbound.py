@@ -19,9 +19,12 @@ import zmq
 from kvtransfer.transports import BulkOptions, Event, Key, Link, Span
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
+    CORRUPT,
     LANDED,
     LATE,
     MAX_REPLY_BYTES,
+    REFUSED,
+    SPOKEN,
     BadFrame,
     Chunk,
     Hello,
@@ -32,14 +35,20 @@ from kvtransfer.transports.frame import (
 )  # fmt: skip
 from kvtransfer.transports.jobs import Job, Jobs, Piece
 from kvtransfer.transports.memory import Memory
-from kvtransfer.transports.packer import Packer
+from kvtransfer.transports.packer import Digest, Packer
 
 CHUNK_BYTES = 4 << 20  # payload of one chunk at most, unless one span is larger: less costs wake-ups, more cache
+FETCH_BYTES = 32 << 20  # the same where nothing but headers is on the wire, and a GPU copies: a microsecond a megabyte
 CREDIT = 4  # chunks under way on one connection: with CHUNK_BYTES, what a peer that does not read costs
 PROBE_BYTES = 16 << 20
 IDLE_S = 300.0  # an unused connection is closed: decode workers come and go
 RETEST_S = 5.0  # a peer that was too slow is tested again after so long
 _ACKS = 64  # read in one go
+_REFUSALS = {
+    LATE: "has closed the window",
+    REFUSED: "refuses the bytes",
+    CORRUPT: "received other bytes than were sealed",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -160,8 +169,8 @@ class Outbound:
         if peer.path:
             return
         peer.path, peer.why = welcome.path, welcome.reason
-        if self._options.path == "shm" and peer.path != "shm":
-            link = Link(peer.path, 0.0, f"shared memory is asked for and cannot be had: {peer.why}", False)
+        if self._options.path not in ("auto", peer.path):
+            link = Link(peer.path, 0.0, f"{SPOKEN[self._options.path]} is asked for and cannot be had: {peer.why}", False)
             self._tested(peer, link, now_s)
             return
         lanes = self._options.lanes if peer.path == "zeromq" else 1
@@ -174,7 +183,7 @@ class Outbound:
         row_bytes = self._hello.rows["page"][1]
         span = Span("page", 0, 0, 0, row_bytes)
         spans = (span,) * max(1, min(CHUNK_BYTES // row_bytes, 16))
-        name = self._hello.memory_name if peer.path == "shm" else b""
+        name = self._name(peer)
         peer.link, peer.probe_begin_s, peer.tested_s, peer.moved_s = None, time.perf_counter(), now_s, now_s
         rounds = max(1, min(PROBE_BYTES // (row_bytes * len(spans)), CREDIT))
         data = self._memory.buffer(row_bytes)
@@ -237,6 +246,10 @@ class Outbound:
 
     # --- sending
 
+    def _name(self, peer: Peer) -> bytes:
+        """Of the memory that a peer fetches from; b"" when bytes are sent to it."""
+        return b"" if peer.path == "zeromq" else self._hello.memory_name
+
     def _can_send(self, peer: Peer) -> bool:
         tested = peer.link is not None and peer.link.usable and peer.path
         return bool(tested) and any(len(lane.under_way) < CREDIT for lane in peer.lanes)
@@ -246,22 +259,25 @@ class Outbound:
             peer.moved_s = now_s
         for lane in peer.lanes:
             if len(lane.under_way) < CREDIT:
-                piece = self._jobs.next_piece(peer.address, CHUNK_BYTES)
+                piece = self._jobs.next_piece(peer.address, FETCH_BYTES if peer.path == "cuda_ipc" else CHUNK_BYTES)
                 if piece is None:
                     return
                 try:
-                    self._send_piece(peer, lane, piece)
+                    digest = self._send_piece(peer, lane, piece)
                 except Exception as error:  # whatever it is (a device fault, no memory), it costs this hand-off only
                     self._jobs.lose(piece.job.key, f"cannot be sent: {type(error).__name__}: {error}")
                     self._jobs.release(piece)
+                else:
+                    piece.digest = digest()
 
-    def _send_piece(self, peer: Peer, lane: Lane, piece: Piece) -> None:
-        name = self._hello.memory_name if peer.path == "shm" else b""
+    def _send_piece(self, peer: Peer, lane: Lane, piece: Piece) -> Digest:
+        name = self._name(peer)
         header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name))
-        frames, piece.digest = self._packer.reference(piece, header) if name else self._packer.payload(piece, header)
+        frames, digest = self._packer.reference(piece, header) if name else self._packer.payload(piece, header)
         tracker = lane.socket.send_multipart([header, *frames], zmq.NOBLOCK, copy=False, track=True)
         lane.under_way[piece.number], lane.trackers[piece.number] = piece, tracker
         self._counters.add("chunks_sent")
+        return digest
 
     # --- what peers say
 
@@ -295,8 +311,8 @@ class Outbound:
                 self._measured(peer, now_s)
             return
         if ack.status != LANDED:
-            why = "has closed the window" if ack.status == LATE else "refuses the bytes"
-            self._jobs.lose(piece.job.key, f"{peer.address} {why} of this hand-off")
+            why = _REFUSALS[ack.status]
+            self._jobs.lose(piece.job.key, f"{peer.address} {why} of this hand-off", ack.status == CORRUPT)
             self._jobs.release(piece)
         else:
             self._counters.add("bulk_bytes_sent", sum(span.nbytes for span in piece.spans))

@@ -31,6 +31,10 @@ def check_secret(secret: bytes) -> None:
         raise ValueError(f"a secret of {len(secret)} bytes; it has 16 or 32")
 
 
+class BrokenSeal(BadFrame):
+    """What arrived is not what was sealed."""
+
+
 class Seal:
     """Of one hand-off. Raises ValueError for a secret of the wrong length."""
 
@@ -47,13 +51,13 @@ class Seal:
         return sealed
 
     def open_into(self, number: int, index: int, sealed: memoryview, header: bytes, out: Bytes) -> None:
-        """Decrypts to `out`. Raises BadFrame when it was not sealed with this secret for this place; `out` is then junk."""
+        """Decrypts to `out`. Raises BrokenSeal when it was not sealed with this secret for this place; `out` is then junk."""
         if len(sealed) != len(out) + TAG_BYTES:
             raise BadFrame("payload and spans differ in length")
         try:
             self._cipher.decrypt_into(_NONCE.pack(number, index), sealed, header, out.data)
         except self._invalid as error:
-            raise BadFrame("the seal is not ours") from error
+            raise BrokenSeal("the seal is not ours") from error
 
 
 def tag_digest(sealed: bytes | bytearray | memoryview) -> int:

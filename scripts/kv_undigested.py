@@ -1,0 +1,27 @@
+"""The bulk engine without its digests: what they cost is the difference (--digest-cost of scripts/bench_kvtransfer.py).
+
+As a module of its own that nothing else starts, so that there is no such switch in what is served.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kvtransfer.digest import SpanDigests
+from kvtransfer.transports import engine, packer
+from kvtransfer.transports.bulk import BulkTransport
+
+
+class UndigestedTransport(BulkTransport):
+    engine = "scripts.kv_undigested"
+
+
+def no_digest(*place_and_data: Any) -> int:
+    return 0
+
+
+if __name__ == "__main__":
+    setattr(packer, "span_digest", no_digest)  # noqa: B010  mypy: it is a name of another module
+    setattr(SpanDigests, "add", no_digest)  # noqa: B010
+    engine.main(int(sys.argv[1]))
