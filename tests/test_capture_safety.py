@@ -228,7 +228,7 @@ def test_a_whole_decode_step_can_be_captured(name: str, sequences: int, speculat
                 started.clear()
                 with finish_space.active(), NothingNew():  # type: ignore[no-untyped-call]
                     step.finish(asks)
-                draw = ["_row_parameters", "_scan_kernel", *["_mass_kernel"] * asks.draws, "_choose_kernel"]
+                draw = ["_row_parameters", "_scan_kernel", *["_mass_kernel"] * asks.draws, "_draw_kernel"]
                 own = [*draw, "_finish_step"]
                 assert started[: len(own)] == own
                 check_drafts(started[len(own) :], tokens, speculates, [*draw, "_keep_draft"])
