@@ -565,10 +565,10 @@ def combine(partial: Tensor, sums: Tensor, sinks: Tensor, turn: Tensor, out: Ten
         sinks,
         turn,
         out,
-        splits,
         HEADS=heads,
         DIM=dim,
         PLAIN=dim - 2 * turn.shape[1],
+        SPLITS=splits,
         BLOCK_HEADS=block_heads,
         BLOCK_SPLITS=triton.next_power_of_2(splits),
         BLOCK_DIM=triton.next_power_of_2(dim),
@@ -577,17 +577,17 @@ def combine(partial: Tensor, sums: Tensor, sinks: Tensor, turn: Tensor, out: Ten
     )
 
 
-@jit(do_not_specialize=["splits"])
+@jit
 def _combine(
     partial_ptr,
     sums_ptr,
     sinks_ptr,
     turn_ptr,
     out_ptr,
-    splits,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PLAIN: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -598,13 +598,13 @@ def _combine(
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     split, channel = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DIM)
     real, wide = head < HEADS, channel < DIM
-    there = real[:, None] & (split < splits)[None, :]
+    there = real[:, None] & (split < SPLITS)[None, :]
     sink = tl.load(sinks_ptr + head, real, 0.0) * _LOG2_E
     if EARLY:
         gdc_wait()
-    at = (token * splits + split[None, :]) * HEADS + head[:, None]
+    at = (token * SPLITS + split[None, :]) * HEADS + head[:, None]
     part = tl.load(partial_ptr + at[:, :, None] * DIM + channel[None, None, :], there[:, :, None] & wide[None, None, :], 0.0)
-    at = sums_ptr + (token * splits + split[None, :]) * 2 * HEADS + head[:, None]
+    at = sums_ptr + (token * SPLITS + split[None, :]) * 2 * HEADS + head[:, None]
     peak, total = tl.load(at, there, _LEAST), tl.load(at + HEADS, there, 0.0)
     largest = tl.maximum(tl.max(peak, 1), sink)
     weight = tl.exp2(peak - largest[:, None])

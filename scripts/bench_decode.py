@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import platform
 import sys
 import time
@@ -28,11 +29,12 @@ from kernels.workspace import Workspace
 from model.batch import Batch, Row
 from model.cache import kv_layout
 from model.config import ModelConfig
+from model.memory import tokens_in
 from model.runner import Runner
 from scripts.decode_floor import read_gb_per_s, step_bytes
 from scripts.decode_peer import DECODE_MS, KV_BYTES, KV_TOKENS, LIMIT_MS, PREFILL_TOKENS_PER_S
 from scripts.decode_profile import recorded, summary
-from scripts.decode_steps import Steps, fill_memory, indexer_of_the_maximum, last_positions, sharing
+from scripts.decode_steps import MOST_STEPS, Steps, fill_memory, indexer_of_the_maximum, last_positions
 from scripts.random_checkpoint import RandomCheckpoint, entries_of
 from scripts.released_config import RELEASED, with_layers
 from wire.options import option, parse
@@ -43,6 +45,7 @@ WORKSPACE_BYTES = 2 << 30
 RESERVED_BYTES = 20 << 30  # beside weights and KV memory: workspace, a chunk's activations, what graphs and libraries keep
 CPU_PAGES = 64
 PAGE_TOKENS = 256
+WARM_STEPS = 4
 CAPACITY_SEQUENCES = (64, 256, 1024)
 
 Figures = dict[str, Any]
@@ -74,6 +77,9 @@ class BenchConfig:
         for name in ("layers", "batches", "contexts", "prompts", "profiled"):
             if not all(each.isdigit() and int(each) > 0 for each in getattr(self, name).split(",")):
                 raise ValueError(f"--{name} {getattr(self, name)!r}: whole numbers with commas between them")
+        for name in ("replays", "steps", "profiled_steps"):
+            if not 0 < getattr(self, name) <= MOST_STEPS - WARM_STEPS:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: from 1 to {MOST_STEPS - WARM_STEPS}")
         if unknown := sorted(set(self.only.split(",")) - set(SECTIONS)):
             raise ValueError(f"--only {unknown[0]}: the sections are {', '.join(SECTIONS)}")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -135,21 +141,17 @@ class Bench:
     def _pages(self, most: int) -> int:
         """As many as the largest step needs, if the memory holds them."""
         layout = kv_layout(self.model)
-        wanted = 1 + max(
-            most * layout.pages_for(max(self.config.numbers("contexts"))), layout.pages_for(self._longest_prompt())
-        )
+        longest = max(self.config.limit_context, *self.config.numbers("contexts")) + MOST_STEPS
+        wanted = 1 + max(most * layout.pages_for(longest), layout.pages_for(max(self.config.numbers("prompts"))))
         if self.config.device == "cpu":
             return min(wanted, CPU_PAGES)
         weights = sum(entry.last for entry in entries_of(self.model).values())
         free = torch.cuda.mem_get_info()[0] - weights - (most + 1) * layout.slot_bytes - RESERVED_BYTES
         return max(2, min(wanted, free // layout.page_bytes))
 
-    def _longest_prompt(self) -> int:
-        return max(self.config.numbers("prompts"))
-
     def decode(self) -> Iterator[Figures]:
         """Steps by batch and context, all configured for the limit."""
-        steps = self._steps(self.config.limit)
+        steps = self._steps(self.config.limit, self.config.numbers("batches"))
         for batch in self.config.numbers("batches"):
             for context in self.config.numbers("contexts"):
                 if self._fits(steps, batch, context):
@@ -165,39 +167,33 @@ class Bench:
             "batch": batch,
             "context": context,
             **times,
+            "greedy_step_ms": steps.step_ms(self.config.replays, greedy=True),
             "tokens_per_s": 1000.0 * batch / times["wall_ms"],
             "floor_ms": floor_ms,
             "floor_of_forward": floor_ms / times["forward_ms"],
             "floor_of_step": step_floor_ms / times["step_ms"],
             "experts_asked": sum(asked) / len(asked),
-            "pages_shared_by": sharing(batch, self.runner.layout.pages_for(context), len(self.runner.arena.pages)),
+            "pages_shared_by": steps.shared,
             "vllm_graph_ms": peer and peer[0],
             "vllm_wall_ms": peer and peer[1],
         }
 
     def limit(self) -> Iterator[Figures]:
         """The same context, configured for little and for much; and with an indexer that scores all it is configured for."""
-        context = self.config.limit_context
-        for batch in self.config.numbers("batches"):
-            base_ms: float | None = None
-            for limit, indexer in ((self.config.short_limit, ""), (self.config.limit, ""), (self.config.limit, "ablation")):
-                with indexer_of_the_maximum() if indexer else nullcontext():
-                    steps = self._steps(limit)
-                    if not self._fits(steps, batch, context):
-                        break
-                    times = self._times(steps)
-                base_ms = base_ms or times["step_ms"]
-                peer = LIMIT_MS.get((self.layers, batch, limit)) if self._comparable() and not indexer else None
-                yield {
-                    "batch": batch,
-                    "context": context,
-                    "limit": limit,
-                    "indexer": indexer,
-                    **times,
-                    "step_ratio": times["step_ms"] / base_ms,
-                    "vllm_graph_ms": peer and peer[0],
-                    "vllm_wall_ms": peer and peer[1],
-                }
+        base_ms: dict[int, float] = {}
+        for limit, indexer in ((self.config.short_limit, ""), (self.config.limit, ""), (self.config.limit, "ablation")):
+            with indexer_of_the_maximum() if indexer else nullcontext():
+                steps = self._steps(limit, self.config.numbers("batches"))
+                for batch in self.config.numbers("batches"):
+                    if self._fits(steps, batch, self.config.limit_context):
+                        times = self._times(steps)
+                        base_ms.setdefault(batch, times["step_ms"])
+                        yield self._limit_row(batch, limit, indexer) | times | {"step_ratio": times["step_ms"] / base_ms[batch]}
+
+    def _limit_row(self, batch: int, limit: int, indexer: str) -> Figures:
+        peer = LIMIT_MS.get((self.layers, batch, limit)) if self._comparable() and not indexer else None
+        named = {"batch": batch, "context": self.config.limit_context, "limit": limit, "indexer": indexer}
+        return named | {"vllm_graph_ms": peer and peer[0], "vllm_wall_ms": peer and peer[1]}
 
     def prefill(self) -> Iterator[Figures]:
         """Prompts alone, and two that queue: then the second one's first chunk starts while the GPU is at the first one's."""
@@ -226,7 +222,8 @@ class Bench:
         begin_s = time.perf_counter()
         for _ in range(prompts):
             for start in range(0, length, self.config.chunk):
-                row = Row(ids[start : start + self.config.chunk], start, 1, pages)
+                chunk = ids[start : start + self.config.chunk]
+                row = Row(chunk, start, 1, pages[: self.runner.layout.pages_for(start + len(chunk))])
                 self.runner.forward(Batch.build([row], PAGE_TOKENS, self.runner.device))
         if self.config.device == "cuda":
             torch.cuda.synchronize()
@@ -234,12 +231,13 @@ class Bench:
 
     def profile(self) -> Iterator[Figures]:
         """Steps with the host in the loop, as the profiler sees them."""
-        steps, contexts = self._steps(self.config.limit), self.config.numbers("contexts")
-        context = contexts[min(1, len(contexts) - 1)]
+        steps = self._steps(self.config.limit, self.config.numbers("profiled"))
+        context = self.config.numbers("contexts")[:2][-1]
         for batch in self.config.numbers("profiled"):
             if not self._fits(steps, batch, context):
                 continue
-            steps.run(2)
+            steps.rewind()
+            steps.run(WARM_STEPS)
             count = self.config.profiled_steps
             works = recorded(lambda: steps.run(count), self.runner.device)  # noqa: B023
             try:
@@ -250,8 +248,8 @@ class Bench:
             shares = found.pop("shares")
             yield {"batch": batch, "context": context, **found, **{f"share: {name}": each for name, each in shares.items()}}
 
-    def _steps(self, limit: int) -> Steps:
-        return Steps(self.runner, self.workspace, limit)
+    def _steps(self, limit: int, batches: list[int]) -> Steps:
+        return Steps(self.runner, self.workspace, limit, batches)
 
     def _fits(self, steps: Steps, batch: int, context: int) -> bool:
         """Prepares the step, unless there is no time or no memory for it."""
@@ -267,7 +265,8 @@ class Bench:
 
     def _times(self, steps: Steps) -> dict[str, float]:
         forward_ms, step_ms = steps.forward_ms(self.config.replays), steps.step_ms(self.config.replays)
-        steps.run(4)
+        steps.rewind()
+        steps.run(WARM_STEPS)
         return {
             "forward_ms": forward_ms,
             "step_ms": step_ms,
@@ -288,8 +287,8 @@ def capacity(config: BenchConfig) -> list[Figures]:
     """Tokens of the whole model in as many bytes as vLLM was measured with, beside the slots of some numbers of sequences."""
     layout, rows = kv_layout(ModelConfig.from_json(config.released())), []
     for sequences in CAPACITY_SEQUENCES:
-        pages = int(KV_BYTES - sequences * layout.slot_bytes) // layout.page_bytes
-        row = {"kv_gb": KV_BYTES / 1e9, "sequences": sequences, "tokens": pages * layout.page_tokens}
+        tokens = tokens_in(int(KV_BYTES), layout, sequences)
+        row = {"kv_gb": KV_BYTES / 1e9, "sequences": sequences, "tokens": tokens}
         row |= {"page_bytes_per_token": layout.page_bytes / layout.page_tokens, "slot_bytes": layout.slot_bytes}
         if config.widths == "v4-flash":
             row |= {f"vllm_tokens_limit_{limit}": tokens for limit, tokens in KV_TOKENS.items()}
@@ -335,6 +334,7 @@ def run(config: BenchConfig) -> Figures:
 
 def main() -> int:
     config = parse(BenchConfig, "bench_decode")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     figures = run(config)
     print(f"{figures['machine']}; reading {figures['read_gb_per_s']:.0f} GB/s; vLLM's figures are of another run")
     for section in SECTIONS:

@@ -1,11 +1,12 @@
-"""Decode steps over KV that nobody computed: what scripts/bench_decode.py times."""
+"""The decode engine's steps over KV that nobody computed: what scripts/bench_decode.py times."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,17 +14,23 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from decode.engine import Engine
+from decode.graphs import GREEDY, CudaRecorder, Graphs
+from decode.sampling import Wishes
+from decode.sequence import Sequence
 from kernels import experts, workspace
 from kernels.indexer import Entries, select_entries
 from kernels.ragged import Ragged
 from kernels.rows import IndexRow, planes
-from kernels.sample import Parameters, noise_stream, sample
+from kernels.sequences import SequenceTable
 from kernels.timing import capture, repeated_us
 from kernels.workspace import Workspace
+from kvtransfer.pages import SeqKV
 from model import indexer, moe
 from model.batch import TABLE_STEP, Batch
 from model.cache import index_row, kv_row
 from model.runner import Runner
+from wire.messages import SamplingParams
 
 FILLED_AT_ONCE = 256  # pages or slots
 FINITE = 0xBF  # bytes without bit 6 make no infinity, no NaN and nothing above 2, in e4m3, bf16 and float32
@@ -31,6 +38,7 @@ UE8M0_ONE = 127
 STAGGER = 128  # tokens by which sequences of a step differ, so that as many close a window as in real batches
 FIRST_BEHIND = 4  # the first sequence closes a CSA window, but not an HCA window, which is rare
 ROUNDS = 5
+MOST_STEPS = 256  # that sequences can advance before they are rewound
 
 
 def fill_memory(runner: Runner, seed: int = 1) -> None:
@@ -49,22 +57,25 @@ def fill_memory(runner: Runner, seed: int = 1) -> None:
             planes(cache.index_entries, key)[1].view(torch.float32).fill_(1.0)
 
 
-def page_tables(batch: int, pages_each: int, num_pages: int, seed: int = 1) -> Tensor:
-    """int64 [batch, pages_each] of pages 1 .. num_pages - 1 in random order. The last page of a sequence, which a step writes
-    to, is its own; the others are too while there are enough, and otherwise belong to equally many sequences each. Raises
-    ValueError when there are not enough even so."""
-    others, spare = batch * (pages_each - 1), num_pages - 1 - batch
+def page_tables(batch: int, pages_each: int, written: int, num_pages: int, seed: int = 1) -> Tensor:
+    """int64 [batch, pages_each] of pages 1 .. num_pages - 1, in random order. The last `written` pages of a sequence are its
+    own; the others are too while there are enough, and otherwise belong to equally many sequences each. Raises ValueError
+    when there are not enough even so."""
+    written = min(written, pages_each)
+    own, others = batch * written, batch * (pages_each - written)
+    spare = num_pages - 1 - own
     if spare < min(others, 1):
         raise ValueError(f"{num_pages} pages are too few for {batch} sequences")
     generator = torch.Generator().manual_seed(seed)
-    last = 1 + torch.arange(batch)
-    before = 1 + batch + torch.randperm(others, generator=generator) % max(spare, 1)
-    return torch.cat((before.view(batch, -1), last[:, None]), 1)
+    before = 1 + own + torch.randperm(others, generator=generator) % max(spare, 1)
+    return torch.cat((before.view(batch, -1), 1 + torch.arange(own).view(batch, -1)), 1)
 
 
-def sharing(batch: int, pages_each: int, num_pages: int) -> float:
-    """How many sequences a page belongs to in `page_tables`, apart from last ones; 1 where memory is enough."""
-    return max(1.0, batch * (pages_each - 1) / max(num_pages - 1 - batch, 1))
+def sharing(pages: Tensor) -> float:
+    """How many sequences the pages that belong to several belong to on average; 1 where none does."""
+    counts = pages.flatten().bincount()
+    shared = counts[counts > 1]
+    return float(shared.double().mean()) if len(shared) else 1.0
 
 
 def last_positions(batch: int, context: int) -> Tensor:
@@ -74,61 +85,74 @@ def last_positions(batch: int, context: int) -> Tensor:
 
 
 class Steps:
-    """Steps of as many sequences as `prepare` is told, in memory that `fill_memory` has filled, configured for `limit` tokens.
+    """Steps of the decode engine, for as many sequences as `prepare` is told (one of `batches`), in memory that `fill_memory`
+    has filled, with a table of sequences for `limit` tokens.
 
-    A step embeds, runs the layers and draws one token a row at temperature 1. On a GPU it is a graph, and so is its forward
-    pass alone, as which other engines' graphs are measured; on a CPU both are called. Lengths stay where they are between
-    steps, so every replay does the same work.
+    Tokens are drawn at temperature 1. The forward pass is a graph of its own beside the engine's, without the vocabulary, as
+    other engines' graphs are measured. Without a GPU there are no graphs: everything is called.
     """
 
-    def __init__(self, runner: Runner, workspace: Workspace | None, limit: int) -> None:
+    def __init__(self, runner: Runner, workspace: Workspace | None, limit: int, batches: Iterable[int]) -> None:
         self._runner, self._workspace = runner, workspace
-        self._columns = -(-runner.layout.pages_for(limit) // TABLE_STEP) * TABLE_STEP
         self._cuda = runner.device.type == "cuda"
+        self._columns = -(-runner.layout.pages_for(limit) // TABLE_STEP) * TABLE_STEP
+        sizes, vocab = sorted(set(batches)), runner.config.vocab_size
+        self._table = SequenceTable.make(sizes[-1], len(runner.arena.slots), self._columns, vocab, runner.device)
+        recorder = CudaRecorder(runner.device) if self._cuda else None
+        self._graphs = Graphs(runner, self._table, sizes[-1], [1], recorder, sizes)
+        self._engine = Engine(self._table, self._graphs, spare_pages=1, depth=int(self._cuda))
+        self._admitted = 0  # how often sequences were
         self._batch = _batch(0, self._columns, runner)
 
     def prepare(self, batch: int, context: int) -> None:
-        """Admits `batch` sequences of `context` tokens by writing their lengths and page tables; captures when the batch is
-        another than before. Raises ValueError when the memory or the limit is too small."""
-        pages_each = self._runner.layout.pages_for(context)
-        if pages_each > self._columns:
+        """Admits `batch` sequences of `context` tokens. Raises ValueError when the memory or the limit is too small."""
+        layout = self._runner.layout
+        pages_each = layout.pages_for(context + MOST_STEPS)
+        if pages_each >= self._columns:
             raise ValueError(f"{context} tokens are more than these steps are configured for")
-        pages = page_tables(batch, pages_each, len(self._runner.arena.pages))
-        changed = batch != len(self._batch.slots)
-        if changed:
+        pages = page_tables(batch, pages_each, 1 + layout.pages_for(MOST_STEPS), len(self._runner.arena.pages))
+        self.shared = sharing(pages)
+        self._positions, self._admitted = last_positions(batch, context), self._admitted + 1
+        if batch != len(self._batch.slots):
             self._batch = _batch(batch, self._columns, self._runner)
-            self._parameters = _parameters(self._batch, self._runner)
-            self._ids = self._batch.tokens.clone()
-            self._host = torch.empty(2, batch, dtype=torch.int64, pin_memory=self._cuda)
-        positions = last_positions(batch, context)
-        for tensor in (self._batch.positions, self._batch.starts, self._parameters.position):
-            tensor.copy_(positions)
-        self._batch.page_table.zero_()
-        self._batch.page_table[:, :pages_each] = pages.to(self._runner.device)
-        if changed:
-            self._launch_forward, self._launch_step = self._ready(self._forward), self._ready(self._step)
+            self._place(pages)
+            self._launch_forward = capture(self._forward).replay if self._cuda else self._forward
+        self._place(pages)
+        self._sequences = [self._sequence(row, table) for row, table in enumerate(pages.tolist())]
+        self.run(1)  # what the table has to know of them is uploaded once
+        self.rewind()
 
     def forward_ms(self, replays: int) -> float:
         """Of one forward pass on the device: no vocabulary, no sampling."""
         return self._device_ms(self._launch_forward, replays)
 
-    def step_ms(self, replays: int) -> float:
-        """Of one whole step on the device."""
-        return self._device_ms(self._launch_step, replays)
+    def step_ms(self, replays: int, greedy: bool = False) -> float:
+        """Of one whole step on the device, as the engine captured it."""
+        asks = GREEDY if greedy else Wishes(self._sequences).asks()
+        return self._device_ms(lambda: self._graphs.run(len(self._sequences), 1, asks), replays)
 
     def run(self, steps: int) -> float:
-        """Seconds that so many steps take with the host in the loop: the tokens of a step are read while the next one runs."""
+        """Seconds that so many more steps of the engine take with the host in the loop, from the launch of the first until the
+        tokens of the last are there."""
         begin_s = time.perf_counter()
-        before: Callable[[], list[int]] | None = None
-        for step in range(steps):
-            self._launch_step()
-            after = self._send_tokens(step % 2)
-            if before is not None:
-                before()
-            before = after
-        if before is not None:
-            before()
+        for _ in range(steps):
+            self._engine.launch(self._sequences)
+            if self._engine.in_flight > self._engine.depth:
+                self._collect()
+        while self._engine.in_flight:
+            self._collect()
         return time.perf_counter() - begin_s
+
+    def rewind(self) -> None:
+        """Every sequence is at its beginning again, so that measured steps are the same; they must not be more than MOST_STEPS
+        until the next time. Waits for the device."""
+        for sequence, position in zip(self._sequences, self._positions.tolist(), strict=True):
+            del sequence.tokens[position + 1 :]
+        slots = slice(1, 1 + len(self._sequences))
+        self._table.lengths[slots] = self._positions.to(self._runner.device)
+        self._table.tokens[slots] = self._batch.tokens
+        if self._cuda:
+            torch.cuda.synchronize(self._runner.device)
 
     def experts_asked(self) -> list[int]:
         """How many different experts each layer asks in this step."""
@@ -136,49 +160,53 @@ class Steps:
             self._forward()
         return [len(set(ids.flatten().tolist())) for ids in asked]
 
+    def _collect(self) -> None:
+        for sequence, choice in zip(*self._engine.collect(), strict=True):
+            if choice.error:
+                raise RuntimeError(choice.error)
+            sequence.extend(choice.tokens)
+
+    def _sequence(self, row: int, pages: list[int]) -> Sequence:
+        """A sequence of which the last token is to be fed: what the others were, only its KV says."""
+        position = int(self._positions[row])
+        return Sequence(
+            key=(self._admitted, 0),
+            sample=0,
+            serial=(self._admitted, row),
+            tokens=[0] * position + [int(self._batch.tokens[row])],
+            prompt_tokens=position + 1,
+            sampling=SamplingParams(max_tokens=1 << 30, seed=row, temperature=1.0, ignore_eos=True),
+            eos_token_id=self._runner.config.eos_token_id,
+            kv=SeqKV(row + 1, pages, position),
+            router_inbox="",
+            deadline_s=math.inf,
+            arrived_s=0.0,
+        )
+
+    def _place(self, pages: Tensor) -> None:
+        """Where the forward pass finds the same sequences."""
+        for tensor in (self._batch.positions, self._batch.starts):
+            tensor.copy_(self._positions)
+        self._batch.page_table.zero_()
+        self._batch.page_table[:, : pages.shape[1]] = pages.to(self._runner.device)
+
     @torch.inference_mode()
     def _forward(self) -> Tensor:
-        with self._scratch():
+        with nullcontext() if self._workspace is None else self._workspace.active():
             return self._runner.forward(self._batch)
-
-    @torch.inference_mode()
-    def _step(self) -> None:
-        with self._scratch():
-            logits = self._runner.logits(self._runner.forward(self._batch))
-            self._ids.copy_(sample(logits, self._parameters, edits=False).ids)
-
-    def _scratch(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._workspace is None else self._workspace.active()
-
-    def _ready(self, work: Callable[[], object]) -> Callable[[], object]:
-        return capture(work).replay if self._cuda else work
 
     def _device_ms(self, launch: Callable[[], object], replays: int) -> float:
         """The median of some rounds of `replays` launches, back to back."""
         return statistics.median(self._round_ms(launch, replays) for _ in range(ROUNDS))
 
     def _round_ms(self, launch: Callable[[], object], replays: int) -> float:
+        self.rewind()
         if self._cuda:
             return repeated_us(launch, replays) / 1000.0
         begin_s = time.perf_counter()
         for _ in range(replays):
             launch()
         return 1000.0 * (time.perf_counter() - begin_s) / replays
-
-    def _send_tokens(self, place: int) -> Callable[[], list[int]]:
-        """Starts the copy of the drawn tokens to the host; gives what waits for them."""
-        if not self._cuda:
-            return self._ids.tolist
-        host = self._host[place]
-        host.copy_(self._ids, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-
-        def wait() -> list[int]:
-            arrived.synchronize()
-            return host.tolist()
-
-        return wait
 
 
 def _batch(batch: int, columns: int, runner: Runner) -> Batch:
@@ -195,15 +223,6 @@ def _batch(batch: int, columns: int, runner: Runner) -> Batch:
         page_table=torch.zeros(batch, columns, dtype=torch.int64, device=device),
         longest=1,
     )
-
-
-def _parameters(batch: Batch, runner: Runner) -> Parameters:
-    """Temperature 1, and noise of its own for each row."""
-    made = Parameters.neutral(len(batch.slots), runner.config.vocab_size, len(batch.slots) + 1, runner.device)
-    made.temperature.fill_(1.0)
-    made.slots.copy_(batch.slots)
-    made.stream.copy_(noise_stream(batch.slots, torch.zeros_like(batch.slots)))
-    return made
 
 
 @contextmanager

@@ -13,11 +13,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from decode.sampling import Choice
 from kernels import backend
 from kernels.indexer import select_entries
 from kernels.launch import launches_go_to
 from kernels.rows import planes
-from kernels.sample import sample
+from kernels.sample import Parameters, noise_stream, sample
 from kernels.workspace import Workspace
 from model import indexer
 from model.batch import Batch, Row
@@ -46,14 +47,14 @@ torch.set_num_threads(1)
 SHORT = [
     *("--device", "cpu", "--widths", "tiny", "--layers", "3", "--batches", "2", "--contexts", "300", "--profiled", "1"),
     *("--limit", "1024", "--short-limit", "512", "--limit-context", "300", "--prompts", "300", "--chunk", "256"),
-    *("--replays", "1", "--steps", "1", "--profiled-steps", "2"),
+    *("--replays", "1", "--steps", "1", "--profiled-steps", "1"),
 ]
 
 
 def tiny_runner(device: str = "cpu") -> Runner:
     """Layers of every kind, filled memory."""
     config = ModelConfig.from_json(with_layers(parse(BenchConfig, "", SHORT).released(), 4))
-    runner = Runner(RandomCheckpoint(config, device), device, num_pages=12, num_slots=4)
+    runner = Runner(RandomCheckpoint(config, device), device, num_pages=12, num_slots=7)
     fill_memory(runner)
     return runner
 
@@ -80,7 +81,7 @@ def test_the_short_form() -> None:
     assert prefill["tokens_per_s"] > 0 and prefill["queued_tokens_per_s"] > 0
     (profile,) = figures["profile"]
     assert profile["kernels"] > 100 and sum(each for name, each in profile.items() if name.startswith("share")) > 0.999
-    assert 0 <= profile["idle_between"] + profile["idle_within"] < 1
+    assert profile["idle_between"] == 0 and 0 <= profile["idle_within"] < 1
 
 
 def test_what_there_is_no_time_for_is_named() -> None:
@@ -93,6 +94,7 @@ def test_what_there_is_no_time_for_is_named() -> None:
     [
         (["--device", "cpu", "--only", "decode,speed"], "--only speed: the sections are decode, limit"),
         (["--device", "cpu", "--layers", "8,x"], "--layers '8,x': whole numbers"),
+        (["--device", "cpu", "--steps", "300"], "--steps 300: from 1 to 252"),
     ],
 )
 def test_options_that_cannot_be_meant(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,16 +116,15 @@ def test_filled_memory_is_finite_and_varied(runner: Runner) -> None:
 
 
 def test_page_tables_share_no_page_that_is_written() -> None:
-    plenty = page_tables(3, 5, 16)
-    assert sorted(plenty.flatten().tolist()) == list(range(1, 16)) and sharing(3, 5, 16) == 1.0
-    scarce = page_tables(3, 5, 8)  # 4 pages for 12 places
-    others, last = scarce[:, :-1].flatten(), scarce[:, -1]
-    assert sorted(last.tolist()) == [1, 2, 3] and sharing(3, 5, 8) == 3.0
-    assert others.bincount().tolist() == [0, 0, 0, 0, 3, 3, 3, 3]
-    assert page_tables(3, 1, 4).tolist() == [[1], [2], [3]]
+    plenty = page_tables(3, 5, 1, 16)
+    assert sorted(plenty.flatten().tolist()) == list(range(1, 16)) and sharing(plenty) == 1.0
+    scarce = page_tables(3, 6, 2, 11)  # 4 pages for 12 places
+    assert sorted(scarce[:, -2:].flatten().tolist()) == [1, 2, 3, 4, 5, 6] and sharing(scarce) == 3.0
+    assert scarce[:, :-2].flatten().bincount(minlength=11).tolist() == [0] * 7 + [3, 3, 3, 3][:4]
+    assert page_tables(3, 1, 4, 4).tolist() == [[1], [2], [3]]
     for pages_each, num_pages in ((2, 4), (1, 3)):
         with pytest.raises(ValueError, match="too few for 3 sequences"):
-            page_tables(3, pages_each, num_pages)
+            page_tables(3, pages_each, 1, num_pages)
 
 
 def test_rows_close_windows_as_often_as_in_real_batches() -> None:
@@ -133,32 +134,45 @@ def test_rows_close_windows_as_often_as_in_real_batches() -> None:
     assert 8192 - int(ends.min()) < 128 and int(last_positions(128, 3).min()) == 0
 
 
-def test_a_step_is_the_models_and_the_samplers(runner: Runner) -> None:
-    """The drawn tokens of two sequences, against a batch that was built from rows and what it leaves in memory."""
-    steps = Steps(runner, None, 1024)
-    steps.prepare(2, 300)
-    batch, parameters = steps._batch, steps._parameters
-    before = runner.arena.pages.clone(), runner.arena.slots.clone()
-    steps.run(1)
-    after = runner.arena.pages.clone()
-    runner.arena.pages.copy_(before[0])
-    runner.arena.slots.copy_(before[1])
-    tables = page_tables(2, 2, 12).tolist()
-    rows = [
-        Row([int(batch.tokens[at])], int(position), at + 1, tables[at])
-        for at, position in enumerate(last_positions(2, 300).tolist())
-    ]
-    logits = runner.logits(runner.forward(Batch.build(rows, 256)))
-    assert torch.equal(steps._ids, sample(logits, parameters, edits=False).ids)
-    assert torch.equal(runner.arena.pages, after) and not torch.equal(after, before[0])
+def test_steps_are_the_models_and_the_samplers(runner: Runner) -> None:
+    """Steps of the engine for two sequences, across the end of a page, token by token against batches that are built from rows;
+    and again, as a measurement does, from the beginning."""
+    steps = Steps(runner, None, 1024, [2])
+    steps.prepare(2, 512)
+    tables, positions = page_tables(2, 3, 2, 12).tolist(), last_positions(2, 512)
+    fed = [sequence.tokens[-1] for sequence in steps._sequences]
+    fill_memory(runner)
+    steps.run(6)
+    drawn = [sequence.tokens[int(position) + 1 :] for sequence, position in zip(steps._sequences, positions, strict=True)]
+    assert steps._table.lengths[1:3].tolist() == (positions + 6).tolist()
+    fill_memory(runner)
+    parameters = Parameters.neutral(2, runner.config.vocab_size, 3, "cpu")
+    parameters.temperature.fill_(1.0)
+    parameters.stream.copy_(noise_stream(torch.arange(2), torch.zeros(2, dtype=torch.int64)))
+    passes = []
+    for step in range(6):
+        rows = [Row([token], int(positions[at]) + step, at + 1, tables[at]) for at, token in enumerate(fed)]
+        parameters.position.copy_(positions + step + 1)
+        streams = runner.forward(Batch.build(rows, 256))
+        passes.append(streams)
+        fed = sample(runner.logits(streams), parameters, edits=False).ids.tolist()
+        assert fed == [each[step] for each in drawn]
+    fill_memory(runner)
+    assert torch.equal(steps._forward(), passes[0]), "the pass that is timed alone starts at the same place"
+    steps.step_ms(2)
+    steps.rewind()
+    fill_memory(runner)
+    steps.run(6)
+    assert [sequence.tokens[-6:] for sequence in steps._sequences] == drawn
+    assert [len(sequence.tokens) for sequence in steps._sequences] == (positions + 7).tolist()
 
 
 def test_steps_refuse_what_does_not_fit(runner: Runner) -> None:
-    steps = Steps(runner, None, 1024)
+    steps = Steps(runner, None, 1024, [1, 6])
     with pytest.raises(ValueError, match="more than these steps are configured for"):
-        steps.prepare(1, 16 * 256 + 1)
+        steps.prepare(1, 16 * 256)
     with pytest.raises(ValueError, match="12 pages are too few"):
-        steps.prepare(12, 100)
+        steps.prepare(6, 300)
 
 
 def test_the_ablation_scores_everything_and_chooses_the_same(runner: Runner) -> None:
@@ -168,7 +182,7 @@ def test_the_ablation_scores_everything_and_chooses_the_same(runner: Runner) -> 
         scored.append(int(arguments[3].positions.max()))
         return select_entries(*arguments)
 
-    steps = Steps(runner, None, 4096)
+    steps = Steps(runner, None, 4096, [2])
     steps.prepare(2, 700)
     with torch.inference_mode():
         plain = steps._forward().clone()
@@ -179,7 +193,7 @@ def test_the_ablation_scores_everything_and_chooses_the_same(runner: Runner) -> 
 
 
 def test_the_experts_that_a_step_asks(runner: Runner) -> None:
-    steps = Steps(runner, None, 1024)
+    steps = Steps(runner, None, 1024, [3])
     steps.prepare(3, 300)
     with routes_recorded() as asked:
         steps._forward()
@@ -245,13 +259,15 @@ def runner_for_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     backend.use(before)
 
 
-def test_every_kernel_of_a_step_has_a_group(runner_for_kernels: Runner) -> None:
+def test_every_kernel_of_a_step_has_a_group(runner_for_kernels: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a step on kernels finds its memory; the kernels themselves are not started."""
     started: set[str] = set()
+    monkeypatch.setattr("decode.engine.read_choices", lambda sequences, *_: [Choice([0]) for _ in sequences])
     with launches_go_to(lambda kernel, grid, *args, **options: started.add(kernel.fn.__name__)):
-        steps = Steps(runner_for_kernels, Workspace(64 << 20, "cpu"), 4096)
+        steps = Steps(runner_for_kernels, Workspace(64 << 20, "cpu"), 4096, [1, 3])
         for batch, context in ((1, 700), (3, 300)):
             steps.prepare(batch, context)
             steps.step_ms(1)
+            steps.step_ms(1, greedy=True)
         runner_for_kernels.forward(Batch.build([Row([1] * 300, 0, 1, [1, 2])], 256))
     assert started - GROUP_OF.keys() == set() and len(started) > 20

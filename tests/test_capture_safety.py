@@ -237,7 +237,8 @@ def test_a_draft_can_be_captured(drafted: int, target: backend.Backend) -> None:
     assert started == ["_write_words", "_row_parameters", "_keep_draft", "_begin_draft"]
 
 
-Codes = dict[str, set[Any]]  # by kernel, what tells its machine codes apart
+Code = tuple[tuple[Any, ...], tuple[Any, ...]]  # constants, and what triton looks at of each argument
+Codes = dict[str, set[Code]]  # by kernel
 
 
 @cache
@@ -246,40 +247,59 @@ def as_compiled(kernel: Any) -> Any:
     return kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
 
 
-def code_of(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Two launches with the same answer run the same machine code: constants, and what triton looks at of each argument."""
+def code_of(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Code:
+    """Two launches with the same answer run the same machine code."""
     parameters = as_compiled(kernel).params
     named = dict(zip([each.name for each in parameters], args, strict=False)) | options
-    looked_at: list[Any] = []
+    looked_at = []
     for each in parameters:
-        value, align = named.pop(each.name), not each.do_not_specialize_on_alignment
-        if each.is_constexpr:
-            looked_at.append(str(value))
-        else:
-            looked_at.append(native_specialize_impl(BaseBackend, value, each.is_const, not each.do_not_specialize, align))
-    return *looked_at, *sorted((name, str(value)) for name, value in named.items())
+        if not each.is_constexpr and named[each.name] is not None:
+            specialise, align = not each.do_not_specialize, not each.do_not_specialize_on_alignment
+            looked_at.append(native_specialize_impl(BaseBackend, named.pop(each.name), each.is_const, specialise, align))
+    return tuple(sorted((name, str(value)) for name, value in named.items())), tuple(looked_at)
 
 
-def codes_of(runs: Iterable[Callable[[], Any]]) -> Codes:
+def codes_of(run: Callable[[], Any]) -> Codes:
     found: Codes = defaultdict(set)
 
     def note(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
         found[f"{kernel.fn.__module__}.{kernel.fn.__name__}"].add(code_of(kernel, args, options))
 
     with launches_go_to(note):
-        for run in runs:
-            run()
-    assert found
+        run()
     return found
 
 
-def new_codes(found: Codes, warm: Codes) -> dict[str, int]:
-    return {kernel: len(new) for kernel, codes in found.items() if (new := codes - warm[kernel])}
+def specialised(steps: Iterable[Codes]) -> set[str]:
+    """Kernels whose machine code follows a number that is no constant: with equal constants, other code in another step."""
+    first: dict[Any, set[Any]] = {}
+    found = set()
+    for codes in steps:
+        arguments = defaultdict(set)
+        for kernel, (constants, looked_at) in ((kernel, code) for kernel, those in codes.items() for code in those):
+            arguments[kernel, constants].add(looked_at)
+        found |= {key[0] for key, those in arguments.items() if first.setdefault(key, those) != those}
+    return found
 
 
-# With few experts tiles grow as fast as what is sorted at once: one pair of the two is not met. With 256 experts all are.
-SORTS_FEW_EXPERTS = {"kernels.experts_portable.segments_kernel": 1}
+def new_codes(steps: Iterable[Codes], warm: Iterable[Codes]) -> dict[str, int]:
+    """Kernels of `steps` with code that no step of `warm` has: how many."""
+    found: Codes = defaultdict(set)
+    for sign, codes in [*((1, codes) for codes in steps), *((-1, codes) for codes in warm)]:
+        for kernel, those in codes.items():
+            found[kernel] = found[kernel] | those if sign > 0 else found[kernel] - those
+    return {kernel: len(left) for kernel, left in found.items() if left}
+
+
+# How many codes of a kernel may be missing. Splits are a constant, since that saves registers (128 in place of 168 or more):
+# a server meets the sizes of steps that it has captured. With few experts tiles grow as fast as what is sorted at once, and
+# one pair of the two is not met; with 256 experts all are.
+MISSING = {"kernels.attention._combine": 6, "kernels.experts_portable.segments_kernel": 1}
 MOST = 40
+
+
+def not_allowed(missing: dict[str, int]) -> dict[str, int]:
+    return {kernel: count for kernel, count in missing.items() if count > MISSING.get(kernel, 0)}
 
 
 @pytest.mark.parametrize("name", golden.CASES)
@@ -287,18 +307,18 @@ def test_no_length_asks_for_machine_code_that_warming_up_did_not_make(name: str,
     """Chunks of 1 to 40 tokens, steps of as many sequences, and page tables of any width."""
     main, _, caches = shapes_of(name, target)
 
-    def codes(shapes: Iterable[tuple[int, int]], pages: int = 16) -> Codes:
-        def run(sequences: int, tokens: int) -> None:
-            main.logits(main.forward(step_of(sequences, tokens, pages), caches[: len(main.layers)])[:sequences])
+    def run(sequences: int, tokens: int, pages: int) -> None:
+        main.logits(main.forward(step_of(sequences, tokens, pages), caches[: len(main.layers)])[:sequences])
 
-        return codes_of(partial(run, *shape) for shape in shapes)
+    def codes(shapes: Iterable[tuple[int, int]], pages: int = 16) -> list[Codes]:
+        return [codes_of(partial(run, *shape, pages)) for shape in shapes]
 
     chunks, steps = ([(1, n) for n in range(1, MOST + 1)], [(n, 1) for n in range(1, MOST + 1)])
     warm = codes([*((1, n) for n in chunk_lengths(MOST)), *((n, 1) for n in doubling(MOST))])
-    few = new_codes(codes([*chunks, *steps]), warm)
-    assert few.items() <= SORTS_FEW_EXPERTS.items()
     some = [*chunks[:3], *chunks[-2:], *steps[1:3], steps[-1]]
-    assert not new_codes(codes(some, 33), warm) | new_codes(codes(some, 82), warm)
+    found = codes([*chunks, *steps]) + codes(some, 33) + codes(some, 82)
+    assert not specialised(found)
+    assert not_allowed(new_codes(found, warm)) == {}
 
 
 def test_no_length_asks_for_new_code_of_the_kernels_that_only_the_large_model_runs() -> None:
@@ -307,18 +327,19 @@ def test_no_length_asks_for_new_code_of_the_kernels_that_only_the_large_model_ru
     try:
         for tokens in (1, 2, 4):
             found, warm = (
-                codes_of(
-                    partial(case.run, case.make(META, -1))
+                [
+                    codes_of(partial(case.run, case.make(META, -1)))
                     for sequences in sizes
                     for case in (
-                        indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, 2048, width)),
+                        indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, 2048, keys)),
                         attention_cases.case(V4_FLASH, "", attention_cases.Shape(sequences, tokens, 512, True)),
                     )
-                )
-                for sizes, width in ((range(1, MOST + 1), 4096), (doubling(MOST), 3072))
+                ]
+                for sizes, keys in ((range(1, MOST + 1), 3008), (doubling(MOST), 4096))
             )
-            assert new_codes(found, warm) == {}
-            assert {"kernels.indexer_hopper._score_kernel", "kernels.attention_hopper._decode_hopper"} <= found.keys()
+            assert not specialised(found + warm) and not_allowed(new_codes(found, warm)) == {}
+            kernels = {kernel for codes in found for kernel in codes}
+            assert {"kernels.indexer_hopper._score_kernel", "kernels.attention_hopper._decode_hopper"} <= kernels
     finally:
         backend.use(before)
 

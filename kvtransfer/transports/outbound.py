@@ -35,7 +35,7 @@ from kvtransfer.transports.frame import (
 )  # fmt: skip
 from kvtransfer.transports.jobs import Job, Jobs, Piece
 from kvtransfer.transports.memory import Memory
-from kvtransfer.transports.packer import Packer
+from kvtransfer.transports.packer import Digest, Packer
 
 CHUNK_BYTES = 4 << 20  # payload of one chunk at most, unless one span is larger: less costs wake-ups, more cache
 FETCH_BYTES = 32 << 20  # the same where nothing but headers is on the wire, and a GPU copies: a microsecond a megabyte
@@ -263,18 +263,21 @@ class Outbound:
                 if piece is None:
                     return
                 try:
-                    self._send_piece(peer, lane, piece)
+                    digest = self._send_piece(peer, lane, piece)
                 except Exception as error:  # whatever it is (a device fault, no memory), it costs this hand-off only
                     self._jobs.lose(piece.job.key, f"cannot be sent: {type(error).__name__}: {error}")
                     self._jobs.release(piece)
+                else:
+                    piece.digest = digest()
 
-    def _send_piece(self, peer: Peer, lane: Lane, piece: Piece) -> None:
+    def _send_piece(self, peer: Peer, lane: Lane, piece: Piece) -> Digest:
         name = self._name(peer)
         header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name))
-        frames, piece.digest = self._packer.reference(piece, header) if name else self._packer.payload(piece, header)
+        frames, digest = self._packer.reference(piece, header) if name else self._packer.payload(piece, header)
         tracker = lane.socket.send_multipart([header, *frames], zmq.NOBLOCK, copy=False, track=True)
         lane.under_way[piece.number], lane.trackers[piece.number] = piece, tracker
         self._counters.add("chunks_sent")
+        return digest
 
     # --- what peers say
 

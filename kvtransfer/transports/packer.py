@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvtransfer.digest import chunk_digest, combine, span_digest
-from kvtransfer.transports import Span
+from kvtransfer.transports import Key, Span
 from kvtransfer.transports.jobs import Job, Piece
 from kvtransfer.transports.memory import DeviceMemory, Memory
 from kvtransfer.transports.seal import NO_PAYLOAD, tag_digest
 
 DIRECT_BYTES = 128 << 10  # a span from this size on is a frame by itself; below, packing is cheaper than a frame
+Group = tuple[list[Span], Any]  # spans, and their bytes one after the other
+Digest = Callable[[], int]  # to be made when the bytes are on their way: then the peer does not wait for it
 
 
 class Packer:
@@ -19,32 +23,25 @@ class Packer:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
-    def reference(self, piece: Piece, header: bytes) -> tuple[list[Any], int]:
+    def reference(self, piece: Piece, header: bytes) -> tuple[list[Any], Digest]:
         """The frames (none, or a tag over the header) and the digest of a chunk that the peer fetches."""
         job, spans = piece.job, piece.spans
-        if isinstance(self._memory, DeviceMemory):
+        frames = [] if job.seal is None else [job.seal.close(piece.number, NO_PAYLOAD, b"", header)]
+        if isinstance(self._memory, DeviceMemory):  # now: it waits for what computes these pages, and so must the peer
             sums = self._memory.sums([span.source for span in spans], job.mark)
-            digest = chunk_digest(job.key, [span.place for span in spans], sums)
-        else:
-            digest = combine(span_digest(job.key, *span.place[:3], self._direct(span, job).data) for span in spans)
-        return [] if job.seal is None else [job.seal.close(piece.number, NO_PAYLOAD, b"", header)], digest
+            return frames, partial(chunk_digest, job.key, [span.place for span in spans], sums)
+        return frames, partial(_digest, job.key, [([span], self._direct(span, job)) for span in spans])
 
-    def payload(self, piece: Piece, header: bytes) -> tuple[list[Any], int]:
+    def payload(self, piece: Piece, header: bytes) -> tuple[list[Any], Digest]:
         """The frames of a chunk and their digest; large spans are the arena's own bytes."""
         job, seal = piece.job, piece.job.seal
         groups = self._frames(piece)
         if seal is not None:
             sealed = [seal.close(piece.number, i, data.data, header) for i, (_, data) in enumerate(groups)]
-            return sealed, combine(map(tag_digest, sealed))
-        digests = []
-        for spans, data in groups:
-            at = 0
-            for span in spans:
-                digests.append(span_digest(job.key, *span.place[:3], data[at : at + span.nbytes].data))
-                at += span.nbytes
-        return [data for _, data in groups], combine(digests)
+            return sealed, partial(combine, map(tag_digest, sealed))
+        return [data for _, data in groups], partial(_digest, job.key, groups)
 
-    def _frames(self, piece: Piece) -> list[tuple[list[Span], Any]]:
+    def _frames(self, piece: Piece) -> list[Group]:
         """The chunk's spans, by the frame they go in, and that frame's bytes."""
         job, groups, small = piece.job, [], []
         for span in piece.spans:
@@ -67,3 +64,13 @@ class Packer:
         packed = self._memory.buffer(sum(span.nbytes for span in spans))
         self._memory.gather([span.source for span in spans], packed, job.mark)
         return packed
+
+
+def _digest(key: Key, groups: Sequence[Group]) -> int:
+    digests = []
+    for spans, data in groups:
+        at = 0
+        for span in spans:
+            digests.append(span_digest(key, *span.place[:3], data[at : at + span.nbytes].data))
+            at += span.nbytes
+    return combine(digests)
