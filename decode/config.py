@@ -13,7 +13,14 @@ class DecodeConfig(WorkerConfig):
     """A decode worker: takes KV over from prefill workers and generates the tokens."""
 
     max_batch: int = option(64, help="sequences in one step; with more running they take turns")
+    capture: str = option(
+        "on",
+        choices=("on", "off", "check"),
+        help="CUDA graphs of the steps; check: tests every stage of them, prints a table and ends. A CPU has none",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(max_batch=1)
+        if self.capture == "check" and self.device != "cuda":
+            raise ValueError("--capture check captures the steps of a GPU; it needs --device cuda")

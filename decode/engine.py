@@ -1,27 +1,83 @@
-"""Running sequences through the model: the last token of each in, the next one out."""
+"""Running sequences through the model: what the table holds as each one's next token in, the tokens behind it out.
+
+`launch` starts a step and does not wait for it; `collect` gives the tokens of the oldest one. With one step in flight the
+device has the next step before the host has seen the tokens of the one before: what a step reads of those is on the device.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections import deque
+from dataclasses import dataclass
 
-from decode.sampling import Choice, Sampler
+import torch
+from torch import Tensor
+
+from decode.graphs import Graphs
+from decode.sampling import Choice, Wishes, read_choices
 from decode.sequence import Sequence
-from model.batch import Batch, Row
-from model.runner import Runner
+from decode.words import Words
+from kernels.sequences import SequenceTable
+from model.runner import device_failure
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched: whose it is, and where its results arrive on the host when `landed` has happened."""
+
+    sequences: list[Sequence]
+    report: Tensor
+    tops: tuple[Tensor, Tensor]
+    landed: torch.cuda.Event | None
 
 
 class Engine:
-    """Runs one step. Whatever it raises concerns the sequences of that step only."""
+    """Whatever `launch` raises concerns the sequences of that step only, unless the device is `lost`.
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._device = runner.arena.pages.device
-        self._page_tokens = runner.layout.page_tokens
-        self._sampler = Sampler(str(self._device))
+    spare_pages: entries of the table behind a sequence's last page that steps may look at (decode/words.py). depth: steps in
+    flight while the next one is launched.
+    """
+
+    def __init__(self, table: SequenceTable, graphs: Graphs, spare_pages: int, depth: int) -> None:
+        self.table, self.depth = table, depth
+        self._device = table.words.device
+        self._graphs = graphs
+        self._words = Words(table, spare_pages)
+        self._wishes = Wishes([])
+        self._flights: deque[Flight] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
 
     @torch.inference_mode()
-    def step(self, sequences: list[Sequence]) -> list[Choice]:
-        """Feeds each sequence's last token, at its position, and chooses the token after it."""
-        rows = [Row(s.tokens[-1:], len(s.tokens) - 1, s.kv.slot, s.kv.pages) for s in sequences]
-        streams = self._runner.forward(Batch.build(rows, self._page_tokens, self._device))
-        return self._sampler.sample(sequences, self._runner.logits(streams))
+    def launch(self, sequences: list[Sequence], tokens: int = 1) -> None:
+        """Starts a step that feeds each sequence its next token, and the first `tokens` - 1 guesses at those behind it."""
+        if self._wishes.sequences != sequences:
+            self._wishes = Wishes(list(sequences))
+        asks = self._wishes.asks()
+        self._words.write(sequences, self._graphs.step(len(sequences), tokens).rows)
+        step = self._graphs.run(len(sequences), tokens, asks)
+        tops = (self._to_host(step.tops[0]), self._to_host(step.tops[1])) if asks.tops >= 0 else step.tops
+        self._flights.append(Flight(list(sequences), self._to_host(step.report), tops, self._mark()))
+
+    def collect(self) -> tuple[list[Sequence], list[Choice]]:
+        """The sequences of the oldest step in flight and what each of them gets; waits for it."""
+        flight = self._flights.popleft()
+        if flight.landed is not None:
+            flight.landed.synchronize()
+        return flight.sequences, read_choices(flight.sequences, flight.report, flight.tops)
+
+    def lost(self) -> str:
+        """Why this process can not use its device any more; empty while it can. What was launched is over afterwards."""
+        return device_failure(self._device)
+
+    def _to_host(self, result: Tensor) -> Tensor:
+        """A copy that the next step does not overwrite; from a GPU into pinned memory, and nobody waits for it."""
+        return result.to("cpu", non_blocking=True, copy=True)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self._device.type != "cuda":
+            return None
+        landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        landed.record()
+        return landed

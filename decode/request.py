@@ -22,6 +22,7 @@ class Limits:
     total_pages: int
     total_slots: int
     max_batch: int
+    most_logprobs: int
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
@@ -78,7 +79,7 @@ def refusal(offer: Offer, fingerprint: str, limits: Limits) -> str:
         return f"prompt_tokens is {offer.prompt_tokens} of {len(tokens)} tokens: it must be between 1 and that"
     if max(tokens) >= limits.vocab_size:
         return f"token id {max(tokens)} is not in the vocabulary: ids run from 0 to {limits.vocab_size - 1}"
-    return complaint(offer.sampling, limits.vocab_size) or _too_large(offer, len(tokens), limits)
+    return complaint(offer.sampling, limits.vocab_size, limits.most_logprobs) or _too_large(offer, len(tokens), limits)
 
 
 def _too_large(offer: Offer, num_tokens: int, limits: Limits) -> str:

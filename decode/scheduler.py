@@ -4,6 +4,10 @@ A request is `queued` until there is room, `arriving` while its KV comes in, and
 Admission is first come first served. When a running sequence needs a page and there is none, the newest of what was
 admitted gives up its pages and goes back through prefill; the oldest never does, so something always finishes.
 
+A step may still be in flight when the next one is chosen, so a sequence has pages for the most tokens that may have come by
+then, and one that will be complete sits out. What is over while a step holds it is `leaving`: its pages and slot are nobody's
+until that step is done, since until then it writes into them. Its last tokens are dropped.
+
 A message may be lost with its connection. So prefill repeats an Offer until there is a Grant, and the Grant is repeated
 here until there is a Ready; what prefill still offers or keeps of an attempt that is over here is answered with Abort.
 """
@@ -50,6 +54,7 @@ class Scheduler:
         self.queued: OrderedDict[Key, Request] = OrderedDict()
         self.arriving: dict[Key, Request] = {}
         self.running: list[Sequence] = []
+        self.leaving: list[Sequence] = []  # over, but a step in flight may still write into its pages
         self.draining: dict[Key, SeqKV] = {}  # over, but bytes may still land in it: ours again when it is Freed
         self._receiver = receiver
         self._arena = arena
@@ -155,7 +160,7 @@ class Scheduler:
                 return
             partial = 1 if request.length % self.limits.page_tokens else 0
             sizes = [self.limits.pages_for(request.length), *[partial] * (len(request.samples) - 1)]
-            request.kvs = [self._take(size) for size in sizes]
+            request.kvs = [self._reserve(size) for size in sizes]
             request.serial, request.granted_s = next(self._serials), now_s
             self._metrics.observe("queue_seconds", now_s - request.queued_s)
             self.arriving[request.key] = self.queued.pop(request.key)
@@ -163,48 +168,49 @@ class Scheduler:
             if not self._send_grant(request, now_s):
                 self._break(request, f"nothing can be sent to the prefill worker at {request.offer.prefill_inbox!r}")
 
-    def next_batch(self) -> list[Sequence]:
-        """The sequences of the next step, each with a page for the token it is fed."""
+    def next_batch(self, tokens: int = 1) -> list[Sequence]:
+        """The sequences of the next step, each with pages for the `tokens` tokens that it is fed at most. They are in flight
+        from now on: `advance` or `fail_step` ends that."""
         size = self.limits.max_batch
-        batch = self.running[:size]
-        if len(self.running) > size:  # they take turns: the ones that waited longest come first
-            self.running = self.running[size:] + batch
-        short = [s for s in batch if len(s.tokens) > len(s.kv.pages) * self.limits.page_tokens]
-        if not short:
-            return batch
+        ready = [s for s in self.running if not s.surely_complete]
+        batch = ready[:size]
+        if len(ready) > size:  # they take turns: the ones that waited longest come first
+            chosen = set(batch)
+            self.running = [s for s in self.running if s not in chosen] + batch
+        short = [s for s in batch if self._is_short(s, tokens)]
         for sequence in sorted(short, key=lambda s: s.serial):
-            self._grow(sequence)
-        return [s for s in batch if len(s.tokens) <= len(s.kv.pages) * self.limits.page_tokens]  # not the retracted ones
+            self._grow(sequence, tokens)
+        if short:
+            batch = [s for s in batch if not s.over and not self._is_short(s, tokens)]
+        for sequence in batch:
+            sequence.in_flight.append(tokens)
+        return batch
 
     def advance(self, batch: list[Sequence], choices: list[Choice], now_s: float) -> None:
-        """Takes a step's tokens, ends what is complete, and sends one Tokens per router."""
+        """Takes the tokens of the oldest step in flight, ends what is complete, and sends one Tokens per router."""
         rows: defaultdict[str, list[Any]] = defaultdict(list)
+        bad: list[tuple[Sequence, str]] = []
+        self._land(batch)
         for sequence, choice in zip(batch, choices, strict=True):
-            if choice.error:
-                position = len(sequence.tokens)
-                self._metrics.add("bad_logits")
-                cause = "refused" if choice.error == EXCLUDED else "internal"  # the client's own doing, not the model's
-                self._fail_sequence(sequence, cause, f"{choice.error} (position {position})", retryable=False)
+            if sequence.over:
+                self._metrics.add("tokens_dropped", len(choice.tokens))
                 continue
-            first, reason = sequence.generated, sequence.append(choice.token)
-            if not sequence.first_token_s:
-                sequence.first_token_s = now_s
-                self._metrics.observe("first_token_seconds", now_s - sequence.arrived_s)
-            scores = None if choice.logprob is None else [choice.logprob]
-            tops = None if choice.tops is None else [choice.tops]
-            row = [*sequence.key, sequence.sample, first, [choice.token], reason, scores, tops]
-            rows[sequence.router_inbox].append(row)
-            if reason:
-                self._metrics.observe("decode_seconds", now_s - sequence.arrived_s)
-                self._finish(sequence)
-        self._metrics.add("decode_tokens", sum(map(len, rows.values())))
+            reason = self._take(sequence, choice, rows[sequence.router_inbox], now_s) if choice.tokens else ""
+            if choice.error and not reason:
+                bad.append((sequence, choice.error))
         for router, router_rows in rows.items():
+            self._metrics.add("decode_tokens", sum(len(row[4]) for row in router_rows))
             self._send(router, Tokens(self._name, router_rows))
+        for sequence, error in bad:
+            self._metrics.add("bad_logits")
+            cause = "refused" if error == EXCLUDED else "internal"  # the client's own doing, not the model's
+            self._fail_sequence(sequence, cause, f"{error} (position {len(sequence.tokens)})", retryable=False)
 
     def fail_step(self, batch: list[Sequence], reason: str) -> None:
         """A step has raised: its sequences end, and nothing else."""
         self._metrics.add("step_failures")
-        for sequence in batch:
+        self._land(batch)
+        for sequence in [s for s in batch if not s.over]:
             self._fail_sequence(sequence, "internal", reason, retryable=True)
 
     # --- room
@@ -217,22 +223,25 @@ class Scheduler:
         reserve = others + samples if others else 0
         return samples <= self.pool.free_slots and needed + reserve <= self.pool.free_pages
 
-    def _take(self, pages: int) -> SeqKV:
+    def _reserve(self, pages: int) -> SeqKV:
         kv = self.pool.take(pages)
         assert kv is not None, "_has_room counted wrong"
         return kv
 
-    def _grow(self, sequence: Sequence) -> None:
-        """Gives a sequence its next page, retracting the newest until there is one. It may be retracted itself, and it has
-        to sit out a step while the pages that were taken from another are still draining."""
-        while sequence.kv.slot:
+    def _is_short(self, sequence: Sequence, tokens: int) -> bool:
+        return sequence.kv_tokens(tokens) > len(sequence.kv.pages) * self.limits.page_tokens
+
+    def _grow(self, sequence: Sequence, tokens: int) -> None:
+        """Gives a sequence its next pages, retracting the newest until there are any. It may be retracted itself, and it has
+        to sit out a step while the pages that were taken from another are not free yet."""
+        while not sequence.over and self._is_short(sequence, tokens):
             page = self.pool.take_pages(1)
             if page is not None:
                 sequence.kv.pages += page
+            elif any(kv.pages for kv in self.draining.values()) or self.leaving:
                 return
-            if any(kv.pages for kv in self.draining.values()):
-                return
-            self._retract_newest()
+            else:
+                self._retract_newest()
 
     def _retract_newest(self) -> None:
         newest = max(self.running, key=lambda s: s.serial)
@@ -254,9 +263,9 @@ class Scheduler:
         self._metrics.add("kv_received_pages", self.limits.pages_for(request.length))
         self._metrics.observe("kv_seconds", now_s - request.granted_s)
         source, full = request.kvs[0], request.length // self.limits.page_tokens
+        for kv in request.kvs[1:]:
+            self._fork(source, kv, full)
         for sample, kv in zip(request.samples, request.kvs, strict=True):
-            if kv is not source:
-                self._fork(source, kv, full)
             kv.length = request.length
             sequence = self._sequence(request, sample, kv, now_s)
             self.running.append(sequence)
@@ -288,6 +297,30 @@ class Scheduler:
             deadline_s=request.deadline_s,
             arrived_s=now_s,
         )
+
+    def _take(self, sequence: Sequence, choice: Choice, rows: list[Any], now_s: float) -> str:
+        """Takes a sequence's new tokens up to the one that ends it. Gives the finish reason, "" while it runs."""
+        first = sequence.generated
+        count, reason = sequence.extend(choice.tokens)
+        self._metrics.add("tokens_dropped", len(choice.tokens) - count)
+        if not sequence.first_token_s:
+            sequence.first_token_s = now_s
+            self._metrics.observe("first_token_seconds", now_s - sequence.arrived_s)
+        scores = None if choice.logprobs is None else choice.logprobs[:count]
+        tops = None if choice.tops is None else choice.tops[:count]
+        rows.append([*sequence.key, sequence.sample, first, choice.tokens[:count], reason, scores, tops])
+        if reason:
+            self._metrics.observe("decode_seconds", now_s - sequence.arrived_s)
+            self._finish(sequence)
+        return reason
+
+    def _land(self, batch: list[Sequence]) -> None:
+        """The oldest step in flight is done: what was over and waited for it gives back its pages and slot."""
+        for sequence in batch:
+            del sequence.in_flight[0]
+            if sequence.over and not sequence.in_flight:
+                self.leaving.remove(sequence)
+                self.pool.drop(sequence.kv)
 
     def _send_grant(self, request: Request, now_s: float) -> bool:
         request.grant_again_s = now_s + GRANT_PERIOD_S
@@ -333,7 +366,11 @@ class Scheduler:
 
     def _release_sequence(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.pool.drop(sequence.kv)
+        sequence.over = True
+        if sequence.in_flight:
+            self.leaving.append(sequence)
+        else:
+            self.pool.drop(sequence.kv)
 
     def _known(self, key: Key) -> bool:
         return key in self.queued or key in self.arriving or any(s.key == key for s in self.running)

@@ -1,64 +1,25 @@
-"""One running sequence: its tokens, its KV, and the rules by which it ends."""
+"""One running sequence: its tokens, its KV, the steps that hold it, and the rules by which it ends."""
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
 
 from kvtransfer.pages import SeqKV
 from kvtransfer.transports import Key
 from wire.messages import SamplingParams
 
 
-class History:
-    """The distinct tokens that penalties look at, and how often each was generated; grows with the sequence.
-
-    The numbers live in arrays that tensors are laid over: an array element costs a step 0.1 us, a tensor element 10.
-    """
-
-    def __init__(self, prompt: list[int], generated: list[int]) -> None:
-        counts = dict.fromkeys(prompt, 0)
-        for token in generated:
-            counts[token] = counts.get(token, 0) + 1
-        self._place = {token: place for place, token in enumerate(counts)}
-        self._reserve(array("q", counts), array("f", counts.values()))
-
-    @property
-    def ids(self) -> Tensor:
-        """int64 [size]"""
-        return self._id_tensor[: len(self._place)]
-
-    @property
-    def counts(self) -> Tensor:
-        """float32 [size]; 0 for a token of the prompt alone"""
-        return self._count_tensor[: len(self._place)]
-
-    def add(self, token: int) -> None:
-        place = self._place.setdefault(token, len(self._place))
-        if place == len(self._ids):
-            self._reserve(self._ids, self._counts)
-        self._ids[place] = token
-        self._counts[place] += 1
-
-    def _reserve(self, ids: array[int], counts: array[float]) -> None:
-        """Doubles the room. New arrays each time: one that a tensor lies over can not be resized."""
-        spare = max(64, len(ids))
-        self._ids = ids + array("q", bytes(8 * spare))
-        self._counts = counts + array("f", bytes(4 * spare))
-        self._id_tensor = torch.frombuffer(self._ids, dtype=torch.int64)
-        self._count_tensor = torch.frombuffer(self._counts, dtype=torch.float32)
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of a request. `tokens` are the client's prompt and everything generated since, retries included."""
+    """One sample of a request. `tokens` are the client's prompt and everything generated since, retries included.
+
+    `in_flight` has one entry for every step that was begun with it and whose tokens are not here yet, oldest first: the most
+    tokens that it may bring. The least is one.
+    """
 
     key: Key
     sample: int
-    serial: tuple[int, int]  # order of admission, then sample: the highest is the newest
+    serial: tuple[int, int]  # order of admission, then sample: the highest is the newest, and no two are the same
     tokens: list[int]
     prompt_tokens: int
     sampling: SamplingParams
@@ -68,32 +29,49 @@ class Sequence:
     deadline_s: float
     arrived_s: float
     first_token_s: float = 0.0
-    history: History | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        params = self.sampling
-        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
-            prompt = self.tokens[: self.prompt_tokens] if params.repetition_penalty != 1.0 else []
-            self.history = History(prompt, self.tokens[self.prompt_tokens :])
+    in_flight: list[int] = field(default_factory=list)
+    over: bool = False  # nobody wants its tokens any more
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the next token may be one of `stopping_ids`."""
+        return self.generated >= self.sampling.min_tokens
+
+    @property
+    def surely_complete(self) -> bool:
+        """Whether the steps in flight bring the last token, however few tokens they bring."""
+        return self.generated + len(self.in_flight) >= self.sampling.max_tokens
 
     def stopping_ids(self) -> list[int]:
         """The tokens that end this sequence: its own stop ids, and EOS unless that is ignored."""
         eos = [] if self.sampling.ignore_eos else [self.eos_token_id]
         return [*self.sampling.stop_token_ids, *eos]
 
+    def kv_tokens(self, tokens: int) -> int:
+        """Tokens whose KV must have a page in a step that feeds `tokens` more behind those in flight. The last token's KV is
+        never needed, nor is that of guesses behind it."""
+        fed = len(self.tokens) - 1 + sum(self.in_flight) + tokens
+        return min(fed, self.prompt_tokens + self.sampling.max_tokens - 1)
+
     def append(self, token: int) -> str:
         """Takes the next token; its KV is written when it is fed. Gives the finish reason, "" while running."""
-        may_stop = self.generated >= self.sampling.min_tokens
+        may_stop = self.may_stop
         self.tokens.append(token)
         self.kv.length = len(self.tokens) - 1
-        if self.history is not None:
-            self.history.add(token)
         if may_stop and token in self.sampling.stop_token_ids:
             return "stop"
         if may_stop and token == self.eos_token_id and not self.sampling.ignore_eos:
             return "stop"
         return "length" if self.generated >= self.sampling.max_tokens else ""
+
+    def extend(self, tokens: list[int]) -> tuple[int, str]:
+        """Takes tokens up to the one that ends the sequence: how many, and the finish reason or ""."""
+        for count, token in enumerate(tokens, 1):
+            reason = self.append(token)
+            if reason:
+                return count, reason
+        return len(tokens), ""

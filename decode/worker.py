@@ -14,8 +14,9 @@ import zmq
 
 import wire.worker
 from decode.config import DecodeConfig
-from decode.engine import Engine
 from decode.request import Limits
+from decode.room import make_engine
+from decode.sampling import MOST_TOPS
 from decode.scheduler import Scheduler
 from decode.sequence import Sequence
 from kvtransfer.layout import identity_fingerprint
@@ -23,18 +24,22 @@ from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Receiver
 from kvtransfer.transports import BulkOptions, open_transport
 from kvtransfer.transports.seal import new_secret as make_secret
-from model.runner import Runner, doubling
+from model.memory import first_arena
+from model.runner import Runner
 from wire.messages import Abort, Offer, Ready, Refused
 from wire.worker import Presence
 
 ARRIVAL_TIMEOUT_S = 10.0  # from Ready to the last byte
+STEP_TOKENS = 1  # of each sequence in a step: its next one, and no guesses behind it
 _log = logging.getLogger("decode")
 
 
 class Worker:
     """Everything a decode process owns. `turn` is the loop's body."""
 
-    def __init__(self, config: DecodeConfig, runner: Runner, context: zmq.Context[Any]) -> None:
+    def __init__(self, config: DecodeConfig, runner: Runner, context: zmq.Context[Any], depth: int = 0) -> None:
+        """depth: steps in flight while the next one is launched (decode/engine.py)."""
+        self._engine = make_engine(config, runner, depth)  # first: it may give the runner its arena, and a capture is alone
         self._presence = Presence("decode", config, context)
         self.name, self.inbox, self.metrics = self._presence.name, self._presence.inbox, self._presence.metrics
         options = BulkOptions(config.transport, config.lanes, config.kv_floor)
@@ -42,15 +47,16 @@ class Worker:
         new_secret = make_secret if config.cluster_key else bytes
         self._receiver = Receiver(runner.arena, self._transport, ARRIVAL_TIMEOUT_S, new_secret)
         identity, model = runner.identity(), runner.config
-        pool = PagePool(config.num_pages, config.num_slots)
+        pool = PagePool(len(runner.arena.pages), len(runner.arena.slots))
         limits = Limits(
             model.vocab_size,
-            model.max_position_embeddings,
+            config.longest(model.max_position_embeddings),
             model.eos_token_id,
             config.page_tokens,
             pool.total_pages,
             pool.total_slots,
             config.max_batch,
+            model.vocab_size if config.device == "cpu" else MOST_TOPS,
         )
         self.scheduler = Scheduler(
             pool,
@@ -62,7 +68,7 @@ class Worker:
             self._presence.outbox.send,
             self.metrics,
         )
-        self._engine = Engine(runner)
+        self._busy_since_s = 0.0  # when the engine began with the oldest step in flight
         self._presence.join(identity, model, config.max_batch, self._counts, self.scheduler.live, self._transport)
 
     def run(self) -> None:
@@ -71,16 +77,18 @@ class Worker:
             self.turn()
 
     def turn(self, max_wait_ms: int | None = None) -> None:
-        """Receive, schedule, run, reply; waits only when there is nothing to run."""
+        """Receive, schedule, launch the next step, reply with the one before; waits only when there is nothing to run."""
         now_s = time.monotonic()
         self._receive(now_s)
         self.scheduler.settle(self._receiver.poll(now_s), now_s)
         self.scheduler.expire(now_s)
         self.scheduler.admit(now_s)
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.next_batch(STEP_TOKENS)
         if batch:
-            self._step(batch, now_s)
-        else:
+            self._launch(batch, now_s)
+        if self._engine.in_flight > (self._engine.depth if batch else 0):
+            self._collect()
+        elif not batch:
             self._presence.wait(self.scheduler.idle, max_wait_ms)
 
     def close(self) -> None:
@@ -102,16 +110,31 @@ class Worker:
                 case _:
                     self.metrics.add("misdirected")
 
-    def _step(self, batch: list[Sequence], start_s: float) -> None:
+    def _launch(self, batch: list[Sequence], now_s: float) -> None:
+        if not self._engine.in_flight:
+            self._busy_since_s = now_s
         try:
-            choices = self._engine.step(batch)
+            self._engine.launch(batch, STEP_TOKENS)
         except Exception as error:  # whatever the model raises ends these sequences, not the worker
             _log.exception("a step of %d sequences failed", len(batch))
+            self._leave_if_lost()
             self.scheduler.fail_step(batch, f"decode failed: {type(error).__name__}: {error}")
-            return
+
+    def _collect(self) -> None:
+        try:
+            batch, choices = self._engine.collect()
+        except RuntimeError:
+            self._leave_if_lost()
+            raise
         now_s = time.monotonic()
         self.scheduler.advance(batch, choices, now_s)
-        self._presence.stepped(len(batch), start_s, now_s)
+        self._presence.stepped(sum(len(choice.tokens) for choice in choices), self._busy_since_s, now_s)
+        self._busy_since_s = now_s
+
+    def _leave_if_lost(self) -> None:
+        reason = self._engine.lost()
+        if reason:
+            wire.worker.leave_lost("decode", reason)
 
     def _counts(self) -> dict[str, int]:
         scheduler = self.scheduler
@@ -124,9 +147,8 @@ def serve(config: DecodeConfig) -> int:
     torch.set_num_threads(config.threads)
 
     def build(context: zmq.Context[Any]) -> Worker:
-        sizes = {"num_pages": config.num_pages, "num_slots": config.num_slots}
+        sizes = first_arena(config.num_pages, config.num_slots, config.device)
         runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
-        runner.warm_up((sequences, 1) for sequences in doubling(config.max_batch))
-        return Worker(config, runner, context)
+        return Worker(config, runner, context, depth=int(config.device == "cuda"))
 
     return wire.worker.serve("decode", config, build)

@@ -190,7 +190,7 @@ def decode_attention(
 ) -> Tensor:
     """sparse_attention of a step whose rows are in the ring."""
     tokens, heads, dim = q.shape
-    ratio, chosen, counts, most_rows = 0, batch.page_table, batch.page_table, window
+    ratio, chosen, counts, most_rows = 0, batch.positions, batch.positions, window  # no choice: these are not read
     if pages is None or entries is None:
         pages = ring
     elif isinstance(entries, int):
@@ -303,7 +303,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 _LEAST = tl.constexpr(-1e30)  # a maximum of nothing: finite, so that it can be subtracted from itself
 
 
-@jit
+@jit(do_not_specialize=["table_width"])
 def _decode(
     q_ptr,
     ring_ptr,

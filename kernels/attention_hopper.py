@@ -92,7 +92,7 @@ def decode(
     )
 
 
-@gluon_jit
+@gluon_jit(do_not_specialize=["table_width"])
 def _decode_hopper(
     q_ptr,
     ring_ptr,

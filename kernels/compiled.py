@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,17 +67,10 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
     results: list[Compiled] = []
 
     def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        name, variant = kernel.fn.__name__.strip("_"), _variant(kernel, args, options)
-        try:
-            made = kernel.warmup(*args, grid=grid, **options)
-        except Exception as error:  # whatever the compiler says is what the table reports
-            if name + variant not in seen:
-                seen.add(name + variant)
-                results.append(Compiled(name, variant, arch, error=_first_line(error)))
-            return
-        if made.hash not in seen:
-            seen.add(made.hash)
-            results.append(_resources(made, name, variant, arch))
+        key, compiled = compile_launch(arch, kernel, grid, args, options, seen)
+        if compiled is not None:
+            seen.add(key)
+            results.append(compiled)
 
     before = driver._active
     driver.set_active(AbsentGPU(arch))
@@ -86,6 +79,19 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
             yield results
     finally:
         driver._active = before
+
+
+def compile_launch(
+    arch: int, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any], seen: Container[str] = ()
+) -> tuple[str, Compiled | None]:
+    """What tells this compilation from others, and what the kernel needs; None for one of `seen`."""
+    name, variant = kernel.fn.__name__.strip("_"), _variant(kernel, args, options)
+    try:
+        made = kernel.warmup(*args, grid=grid, **options)
+    except Exception as error:  # whatever the compiler says is what the table reports
+        key = name + variant
+        return key, None if key in seen else Compiled(name, variant, arch, error=first_line(error))
+    return made.hash, None if made.hash in seen else _resources(made, name, variant, arch)
 
 
 def _variant(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> str:
@@ -111,6 +117,7 @@ def _resources(made: Any, name: str, variant: str, arch: int) -> Compiled:
     return Compiled(name, variant, arch, made.metadata.shared, registers, spilled, warps)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """Its type and the last line of what it says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"

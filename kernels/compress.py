@@ -214,7 +214,7 @@ def state_row(projected_ptr, ape_ptr, token, position, column, real, RATIO: tl.c
     return state + tl.load(ape_ptr + position % RATIO * half + column - half, real & (column >= half), 0.0)
 
 
-@jit
+@jit(do_not_specialize=["lasting"])
 def _store_state(
     projected_ptr,
     ape_ptr,
@@ -295,7 +295,7 @@ def pool_window(
     return tl.sum(share * values, 0) / tl.sum(share, 0)
 
 
-@jit
+@jit(do_not_specialize=["sequences", "table_stride"])
 def _compress(
     projected_ptr,
     ape_ptr,

@@ -19,6 +19,7 @@ from kernels.topk import GROUP, choose_rows, unscored_rows
 QUERY_BLOCK = 64  # bounds the memory of a long chunk's scores in the reference
 SCRATCH_BYTES = 256 << 20  # the same for the kernels
 TOKENS_A_GROUP = 4  # query tokens that share one reading of the keys
+BLOCK_STEP = 16  # tokens scored at once are a multiple: one machine code for the first block of a chunk and the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ def capacity_of(batch: Ragged, pages: Tensor) -> int:
 def query_block(tokens: int, capacity: int) -> int:
     """Tokens scored at once: all of a decode step, of a long chunk what fits the scratch memory."""
     fitting = SCRATCH_BYTES // (4 * (capacity + capacity // GROUP))
-    return min(tokens, max(64, fitting // TOKENS_A_GROUP * TOKENS_A_GROUP))
+    return min(tokens, max(64, fitting // BLOCK_STEP * BLOCK_STEP))
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +280,7 @@ def _quota(tiles, programs):
     return quota
 
 
-@jit
+@jit(do_not_specialize=["count", "longest", "table_stride", "columns"])
 def _score_kernel(
     queries,
     query_scales,

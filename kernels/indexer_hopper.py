@@ -153,7 +153,7 @@ def _store_page(dots, weight, scale, score_page, maximum_page, left, MMA: gl.con
     gl.store(maximum_page + group, best, mask=group * 8 < left)
 
 
-@gluon_jit
+@gluon_jit(do_not_specialize=["count", "longest", "table_stride"])
 def _score_kernel(
     queries,
     query_scales,

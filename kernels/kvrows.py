@@ -271,7 +271,7 @@ def _kv_rows(
         store_kv_row(x, at, at + VALUE_BYTES, KIND, CHANNELS, plain, ROUNDED, ROW_BYTES - VALUE_BYTES, BLOCK)
 
 
-@jit
+@jit(do_not_specialize=["blocks"])
 def _index_queries(
     q_ptr,
     turn_ptr,

@@ -98,7 +98,7 @@ def store_ring_reference(batch: Ragged, ring: Tensor, new: Tensor) -> None:
     ring[batch.slots[sequences], positions % rows] = new
 
 
-@jit
+@jit(do_not_specialize=["lasting"])
 def _store_ring(
     new_ptr,
     ring_ptr,

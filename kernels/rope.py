@@ -50,7 +50,7 @@ def rotation(positions: Tensor, frequencies: Tensor) -> Tensor:
         positions,
         frequencies,
         turn,
-        turn.numel() // 2,
+        positions.numel(),
         PAIRS=len(frequencies),
         BLOCK=ROTATION_BLOCK,
         **early(),
@@ -118,9 +118,10 @@ def turn_pairs(x, cos, sin):
     return tl.reshape(tl.join(first * cos - second * sin, first * sin + second * cos), x.shape)
 
 
-@jit
-def _rotation(positions_ptr, frequencies_ptr, turn_ptr, count, PAIRS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+@jit(do_not_specialize=["tokens"])
+def _rotation(positions_ptr, frequencies_ptr, turn_ptr, tokens, PAIRS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     await_inputs(EARLY)
+    count = tokens * PAIRS
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = at < count
     position = tl.load(positions_ptr + at // PAIRS, real, 0)

@@ -53,7 +53,7 @@ def route(
     ids = workspace.empty((count, experts_per_token), torch.int32, x.device)
     weights = workspace.empty((count, experts_per_token), torch.float32, x.device)
     launch(
-        _choose_kernel,
+        _route_kernel,
         (count,),
         partial,
         bias,
@@ -139,7 +139,7 @@ def _logits_kernel(
 
 
 @jit(do_not_specialize=["count"])
-def _choose_kernel(
+def _route_kernel(
     partial,
     bias,
     fixed,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import backend
-from kernels.sample_triton import remember_rows, sample_rows
+from kernels.sample_triton import sample_rows
 
 _NO_TOKEN = float("-inf")
 
@@ -213,6 +213,7 @@ class Parameters:
     repetition: Tensor  # float32 [R]; 1: off
     slots: Tensor  # int64 [R], rows of counts
     counts: Tensor  # int32 [slots, V]
+    drafts: Tensor  # int64 [R, D], tokens generated since that are not in counts yet; -1: none
     forbidden: Tensor  # int32 [R, F]
     forbidden_counts: Tensor  # int32 [R]
     bias_ids: Tensor  # int32 [R, B]
@@ -223,9 +224,16 @@ class Parameters:
 
     @classmethod
     def neutral(
-        cls, rows: int, vocab: int, slots: int, device: torch.device | str, forbidden: int = 16, biases: int = 512
+        cls,
+        rows: int,
+        vocab: int,
+        slots: int,
+        device: torch.device | str,
+        forbidden: int = 16,
+        biases: int = 512,
+        drafts: int = 4,
     ) -> Parameters:
-        """Greedy rows without changes. forbidden and biases: what a row's lists can hold, powers of two."""
+        """Greedy rows without changes. forbidden, biases, drafts: what a row's lists can hold, powers of two."""
 
         def filled(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
@@ -240,6 +248,7 @@ class Parameters:
             repetition=filled(rows, value=1, dtype=torch.float32),
             slots=filled(rows, dtype=torch.int64),
             counts=filled(slots, vocab),
+            drafts=filled(rows, drafts, value=-1, dtype=torch.int64),
             forbidden=filled(rows, forbidden),
             forbidden_counts=filled(rows),
             bias_ids=filled(rows, biases),
@@ -255,7 +264,7 @@ class Sampled:
     """ids int64 [R]. The peaks, float32 [R], are the largest logit of the row as the model gave it and after the client's
     changes: a row whose peak is not finite has no token (its id is still one of the vocabulary). Log probabilities are of
     the model's own logits, of the chosen token float32 [R] and of the likeliest int64 and float32 [R, tops], lowest id first
-    on ties; they hold nothing where none were asked for."""
+    on ties; where none were asked for, logprob means nothing (zeros from the reference, anything from the kernels)."""
 
     ids: Tensor
     model_peak: Tensor
@@ -281,35 +290,32 @@ def sample(logits: Tensor, parameters: Parameters, draws: bool = True, edits: bo
 
 def sample_reference(logits: Tensor, parameters: Parameters, draws: bool, edits: bool, tops: int) -> Sampled:
     """`sample` from the functions above."""
-    p, changed = parameters, logits.clone()
-    model_peak = greedy(logits)[0]
+    p, changed = parameters, logits
+    model_peak, ids = greedy(logits)
+    peak = model_peak
     if edits:
+        changed = logits.clone()
         _edit(changed, p)
-    peak, ids = greedy(changed)
+        peak, ids = greedy(changed)
     rows = torch.nonzero(p.temperature > 0).flatten() if draws else ids[:0]
     if len(rows):
         temperature, top_k, top_p, min_p = (x[rows].tolist() for x in (p.temperature, p.top_k, p.top_p, p.min_p))
         filters = Draw.build(temperature, top_k, top_p, min_p, logits.device)
         drawn = draw(weights(changed[rows], filters), uniform(p.stream[rows], p.position[rows]))
         ids = ids.index_copy(0, rows, torch.where(peak[rows].isfinite(), drawn, ids[rows]))
-    logprob, top_ids, top_logprobs = top_logprobs_in_order(logits, ids, max(tops, 0))
-    return Sampled(ids, model_peak, peak, logprob, top_ids, top_logprobs)
+    if tops < 0:
+        return Sampled(ids, model_peak, peak, torch.zeros_like(peak), ids.new_empty(len(ids), 0), peak.new_empty(len(ids), 0))
+    return Sampled(ids, model_peak, peak, *top_logprobs_in_order(logits, ids, tops))
 
 
 def top_logprobs_in_order(logits: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """`top_logprobs` with the lowest ids first on ties."""
     logprobs = torch.log_softmax(logits, dim=-1)
-    ids = logprobs.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
-    return logprobs.gather(1, chosen[:, None])[:, 0], ids, logprobs.gather(1, ids)
-
-
-def remember(ids: Tensor, slots: Tensor, counts: Tensor) -> None:
-    """Counts one more generated token in each row's slot of `Parameters.counts`. ids, slots int64 [R]; rows that only fill
-    up a batch share a slot that nobody reads."""
-    if backend.active().triton:
-        remember_rows(ids, slots, counts)
+    if top_k:
+        ids = logprobs.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
     else:
-        counts[slots, ids] += 2
+        ids = chosen.new_empty(len(chosen), 0)
+    return logprobs.gather(1, chosen[:, None])[:, 0], ids, logprobs.gather(1, ids)
 
 
 def _edit(logits: Tensor, p: Parameters) -> None:
@@ -317,10 +323,15 @@ def _edit(logits: Tensor, p: Parameters) -> None:
     forbid(logits, *_listed(p.forbidden, p.forbidden_counts))
     rows, ids = _listed(p.bias_ids, p.bias_counts)
     bias(logits, rows, ids, _entries(p.bias_values, p.bias_counts))
-    seen = p.counts[p.slots]
-    penalised = (p.presence != 0) | (p.frequency != 0) | (p.repetition != 1)
-    rows, ids = torch.nonzero((seen != 0) & penalised[:, None], as_tuple=True)
-    generated = (seen[rows, ids] >> 1).float()
+    penalised = ((p.presence != 0) | (p.frequency != 0) | (p.repetition != 1)).nonzero()[:, 0]
+    if not len(penalised):
+        return
+    seen = p.counts[p.slots[penalised]]
+    for drafts in p.drafts[penalised].unbind(1):
+        there = (drafts >= 0).nonzero()[:, 0]
+        seen[there, drafts[there]] += 2
+    places, ids = torch.nonzero(seen, as_tuple=True)
+    generated, rows = (seen[places, ids] >> 1).float(), penalised[places]
     penalize(logits, Counts(rows, ids, generated, p.presence[rows], p.frequency[rows], p.repetition[rows]))
 
 

@@ -3,7 +3,7 @@
 1. `_scan_kernel`, a chunk of a row each: the largest logit of every group of 64 ids, the chunk's part of the softmax's
    sum, and, for rows whose logits the client changes, a changed copy with the same of its own.
 2. `_mass_kernel` (only when rows draw), a chunk each: the sum of its weights.
-3. `_choose_kernel`, a row each: greedy or drawn token, log probabilities.
+3. `_draw_kernel`, a row each: greedy or drawn token, log probabilities.
 
 A row's k largest logits lie in the k groups with the largest maxima, so top-k, top-p and the likeliest tokens look at a few
 thousand ids only; a row for which that does not hold (top-p of a flat distribution) searches the whole row instead.
@@ -71,11 +71,13 @@ def sample_rows(logits: Tensor, parameters: Parameters, draws: bool, edits: bool
         p.repetition,
         p.slots,
         p.counts,
+        p.drafts,
         p.forbidden,
         p.forbidden_counts,
         p.bias_ids,
         p.bias_values,
         p.bias_counts,
+        DRAFTS=p.drafts.shape[1],
         FORBIDDEN=p.forbidden.shape[1],
         BIASES=p.bias_ids.shape[1],
         EDITS=edits,
@@ -108,7 +110,7 @@ def sample_rows(logits: Tensor, parameters: Parameters, draws: bool, edits: bool
     selected = made(rows, MOST_GROUPS)
     candidates, candidate_ids = made(rows, CANDIDATES, dtype=torch.float32), made(rows, CANDIDATES)
     launch(
-        _choose_kernel,
+        _draw_kernel,
         (rows,),
         logits,
         changed,
@@ -147,17 +149,6 @@ def sample_rows(logits: Tensor, parameters: Parameters, draws: bool, edits: bool
         num_warps=16 if draws else 8,
     )
     return ids, model_peak, peak, logprob, top_ids, top_logprobs
-
-
-def remember_rows(ids: Tensor, slots: Tensor, counts: Tensor) -> None:
-    launch(_remember_kernel, (len(ids),), ids, slots, counts, counts.shape[1], num_warps=1)
-
-
-@jit
-def _remember_kernel(ids, slots, counts, vocab):
-    row = tl.program_id(0)
-    place = counts + tl.load(slots + row) * vocab + tl.load(ids + row)
-    tl.store(place, tl.load(place) + 2)
 
 
 # Floats as integers
@@ -220,6 +211,7 @@ def _scan_kernel(
     repetition,
     slots,
     counts,
+    drafts,
     forbidden,
     forbidden_counts,
     bias_ids,
@@ -229,6 +221,7 @@ def _scan_kernel(
     groups: tl.constexpr,
     CHUNK_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    DRAFTS: tl.constexpr,
     FORBIDDEN: tl.constexpr,
     BIASES: tl.constexpr,
     EDITS: tl.constexpr,
@@ -271,6 +264,8 @@ def _scan_kernel(
                 x = tl.load(mine + ids, mask=inside, other=float("-inf"))
             if penalties:
                 seen = tl.load(counts + tl.load(slots + row) * vocab + ids, mask=inside, other=0)
+                for place in tl.static_range(DRAFTS):
+                    seen += tl.where(ids == tl.load(drafts + row * DRAFTS + place).to(tl.int32), 2, 0)
                 factor = tl.load(repetition + row)
                 repeated = tl.where(x > 0, x / factor, x * factor)
                 generated = seen >> 1
@@ -327,7 +322,7 @@ def _mass_kernel(
 
 
 @jit
-def _choose_kernel(
+def _draw_kernel(
     logits,
     changed,
     keys,

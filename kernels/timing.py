@@ -29,16 +29,17 @@ def graph_us(launches: Sequence[Callable[[], Any]], rounds: int = ROUNDS, at_lea
     """Microseconds a launch, median over `rounds`. `launches` do the same on different inputs, so that rotating through
     them finds every input cold: give as many as exceed the L2 cache together."""
     graph = capture(lambda: [launch() for launch in launches])
-    once = _replay_us(graph, 1)
+    once = repeated_us(graph.replay, 1)
     times = max(1, int(at_least_us / max(once, 1.0)))
-    return statistics.median(_replay_us(graph, times) for _ in range(rounds)) / len(launches)
+    return statistics.median(repeated_us(graph.replay, times) for _ in range(rounds)) / len(launches)
 
 
-def _replay_us(graph: torch.cuda.CUDAGraph, times: int) -> float:
+def repeated_us(launch: Callable[[], Any], times: int) -> float:
+    """Microseconds on the device of one of `times` launches, back to back."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(times):
-        graph.replay()
+        launch()
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) * 1000.0 / times

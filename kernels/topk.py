@@ -84,7 +84,7 @@ def _store_every(table, target, visible, ROWS, TOPK, FEW):
     tl.store(target + entry, tl.where(entry < visible, page * ROWS + entry % ROWS, -1).to(tl.int32), mask=entry < TOPK)
 
 
-@jit
+@jit(do_not_specialize=["table_stride"])
 def _every_kernel(
     positions,
     sequence_ids,
@@ -194,7 +194,7 @@ def _first_level(maxima, target, groups, size, TOPK, WIDE):
     return _store_best(target, value, span, low, high, TOPK, False), high
 
 
-@jit
+@jit(do_not_specialize=["table_stride"])
 def _choose_kernel(
     scores,
     maxima,

@@ -20,6 +20,7 @@ class Workspace:
 
     def __init__(self, nbytes: int, device: torch.device | str) -> None:
         self._block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._nbytes = nbytes
         self._used, self._end = 0, nbytes
         self._first = 0
         self._other_half: tuple[int, int] | None = None
@@ -27,14 +28,16 @@ class Workspace:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised. Raises MemoryError that names the size when the block is too small."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        end = self._used + nbytes
+        begin, end = self._reserve(math.prod(shape) * dtype.itemsize)
+        return self._block[begin:end].view(dtype).view(*shape)
+
+    def _reserve(self, nbytes: int) -> tuple[int, int]:
+        begin, end = self._used, self._used + nbytes
         if end > self._end:
-            raise MemoryError(f"the workspace of {len(self._block)} bytes is {end - self._end} bytes too small for this step")
-        taken = self._block[self._used : end].view(dtype).view(*shape)
+            raise MemoryError(f"the workspace of {self._nbytes} bytes is {end - self._end} bytes too small for this step")
         self._used = -(-end // ALIGNMENT) * ALIGNMENT
         self.peak_bytes = max(self.peak_bytes, self._used)
-        return taken
+        return begin, end
 
     @contextmanager
     def frame(self) -> Iterator[None]:
@@ -66,7 +69,27 @@ class Workspace:
             yield
         finally:
             _active = before
-            self._used, self._end, self._other_half = 0, len(self._block), None
+            self._used, self._end, self._other_half = 0, self._nbytes, None
+
+
+class Ruler(Workspace):
+    """Measures: the memory is torch's, and a Workspace of `needed_bytes` holds all that was taken while it was active."""
+
+    _BOUNDLESS = 1 << 50
+
+    def __init__(self, device: torch.device | str) -> None:
+        super().__init__(0, device)
+        self._nbytes = self._end = self._BOUNDLESS
+        self._device = device
+        self.needed_bytes = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._reserve(math.prod(shape) * dtype.itemsize)
+        needed = self._used
+        if self._other_half is not None:  # two halves as large as the larger one, behind what was taken before them
+            needed = min(self._first, self._other_half[0]) + 2 * (self._used - self._first)
+        self.needed_bytes = max(self.needed_bytes, needed + 2 * ALIGNMENT)
+        return torch.empty(*shape, dtype=dtype, device=self._device)
 
 
 _active: Workspace | None = None

@@ -28,11 +28,14 @@ class Arena:
             raise ValueError("an arena needs two pages and two slots at least: number 0 of each is reserved")
         self.layout = layout
         self.shared: SharedMemory | None = None
+        self._copies: torch.cuda.Stream | None = None
         if torch.device(device).type == "cpu":
             self.pages, self.slots = self._share(num_pages, num_slots)
         else:
             self.pages = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
             self.slots = torch.zeros(num_slots, layout.slot_bytes, dtype=torch.uint8, device=device)
+        if torch.device(device).type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def page_field(self, field: Field) -> Tensor:
         """uint8 view [num_pages, rows, row_bytes] of one field of every page (strided: no copy)."""
@@ -43,10 +46,10 @@ class Arena:
         return _field_view(self.slots, field)
 
     def copy_page(self, src: int, dst: int) -> None:
-        self.pages[dst].copy_(self.pages[src])
+        _copy_row(self.pages, src, dst, self._copies)
 
     def copy_slot(self, src: int, dst: int) -> None:
-        self.slots[dst].copy_(self.slots[src])
+        _copy_row(self.slots, src, dst, self._copies)
 
     def _share(self, num_pages: int, num_slots: int) -> tuple[Tensor, Tensor]:
         page_bytes, slot_bytes = num_pages * self.layout.page_bytes, num_slots * self.layout.slot_bytes
@@ -55,6 +58,17 @@ class Arena:
         pages = torch.frombuffer(self.shared.map, dtype=torch.uint8, count=page_bytes)
         slots = torch.frombuffer(self.shared.map, dtype=torch.uint8, count=slot_bytes, offset=page_bytes)
         return pages.view(num_pages, -1), slots.view(num_slots, -1)
+
+
+def _copy_row(memory: Tensor, src: int, dst: int, stream: torch.cuda.Stream | None) -> None:
+    """Done when it returns, since both rows may be somebody else's soon. On a GPU in a stream of its own: no step in flight
+    reads or writes them, so the copy need not wait for one."""
+    if stream is None:
+        memory[dst].copy_(memory[src])
+        return
+    with torch.cuda.stream(stream):
+        memory[dst].copy_(memory[src])
+    stream.synchronize()
 
 
 def _field_view(memory: Tensor, field: Field) -> Tensor:

@@ -48,12 +48,12 @@ class Attention:
 
         A decode step's rows join the window ring before the ring is read, a chunk's when its history has been read.
         """
-        c, eps = self.config, self.config.rms_norm_eps
-        projected, kv = torch.split(linear(rounded, self.wq_a_kv), [c.q_lora_rank, c.head_dim], -1)
+        c = self.config
+        projected, kv = self._projected(rounded)
         latent = self._latent(projected)
         q = torch.unflatten(linear(latent, self.wq_b), 1, (c.num_attention_heads, c.head_dim))
-        q = query_norm_rope(q, turn, eps)
-        new_rows = kv_rows(kv, self.kv_norm, eps, turn, self.row, batch, cache.window if batch.is_decode else None)
+        q = query_norm_rope(q, turn, c.rms_norm_eps)
+        new_rows = self._new_rows(kv, batch, turn, cache)
 
         entries = self._compressed_entries(x, latent, batch, turn, cache)
         out = sparse_attention(
@@ -65,6 +65,23 @@ class Attention:
         if c.quantised:
             return linear(grouped_linear_quantised(by_group, self.wo_a), self.wo_b)
         return linear(grouped_linear(by_group, self.wo_a).flatten(1), self.wo_b)
+
+    def store(self, rounded: Tensor | Quantised, batch: Ragged, turn: Tensor, cache: LayerCache) -> None:
+        """Only the window rows that `forward` stores."""
+        _, kv = self._projected(rounded)
+        new_rows = self._new_rows(kv, batch, turn, cache)
+        if not batch.is_decode:
+            store_ring(batch, cache.window, new_rows)
+
+    def _projected(self, rounded: Tensor | Quantised) -> tuple[Tensor, Tensor]:
+        """The queries' latent before its norm [T, q_lora_rank], and the KV before its own [T, head_dim]."""
+        projected, kv = torch.split(linear(rounded, self.wq_a_kv), [self.config.q_lora_rank, self.config.head_dim], -1)
+        return projected, kv
+
+    def _new_rows(self, kv: Tensor, batch: Ragged, turn: Tensor, cache: LayerCache) -> Tensor:
+        """The batch's packed rows, uint8 [T, row]; those of a decode step are in the ring too."""
+        ring = cache.window if batch.is_decode else None
+        return kv_rows(kv, self.kv_norm, self.config.rms_norm_eps, turn, self.row, batch, ring)
 
     def _latent(self, projected: Tensor) -> Tensor | Quantised:
         if self.config.quantised:

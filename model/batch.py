@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.ragged import Ragged
 
+ALIGNED = 16  # numbers; each part of an upload begins where the compiler takes it for aligned
 TABLE_STEP = 16  # a page table is that many pages wide or a multiple: the compiler knows widths by what divides them
 
 
@@ -40,22 +41,36 @@ class Batch(Ragged):
                 raise ValueError(f"slot {row.slot}: a row needs one token at least and a start of 0 or more")
             if len(row.pages) < needed:
                 raise ValueError(f"slot {row.slot}: {needed} pages are needed and {len(row.pages)} were given")
-        lengths = [len(row.tokens) for row in rows]
-        cu_tokens = [0]
-        for length in lengths:
-            cu_tokens.append(cu_tokens[-1] + length)
+        lengths = torch.tensor([len(row.tokens) for row in rows])
+        starts = torch.tensor([row.start for row in rows])
         widest = -(-max(len(row.pages) for row in rows) // TABLE_STEP) * TABLE_STEP
+        sequence_ids = torch.arange(len(rows)).repeat_interleave(lengths)
+        cu_tokens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+        parts = {
+            "tokens": torch.tensor([token for row in rows for token in row.tokens]),
+            "positions": torch.arange(len(sequence_ids)) + (starts - cu_tokens[:-1])[sequence_ids],
+            "sequence_ids": sequence_ids,
+            "starts": starts,
+            "cu_tokens": cu_tokens,
+            "slots": torch.tensor([row.slot for row in rows]),
+            "page_table": torch.tensor([[*row.pages, *[0] * (widest - len(row.pages))] for row in rows]),
+        }
+        return cls(**upload(parts, torch.device(device)), longest=int(lengths.max()))
 
-        def tensor(values: list[int] | list[list[int]]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
-        return cls(
-            tokens=tensor([token for row in rows for token in row.tokens]),
-            positions=tensor([position for row in rows for position in range(row.start, row.start + len(row.tokens))]),
-            sequence_ids=tensor([sequence for sequence, length in enumerate(lengths) for _ in range(length)]),
-            starts=tensor([row.start for row in rows]),
-            cu_tokens=tensor(cu_tokens),
-            slots=tensor([row.slot for row in rows]),
-            page_table=tensor([[*row.pages, *[0] * (widest - len(row.pages))] for row in rows]),
-            longest=max(lengths),
-        )
+def upload(parts: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """int64 host tensors on `device`, in one copy. For a GPU through pinned memory, so that nobody waits for it; torch keeps
+    that memory until it is read."""
+    packed = torch.zeros(sum(map(_room, parts.values())), dtype=torch.int64, pin_memory=device.type == "cuda")
+    for part, place in zip(parts.values(), _places(packed, parts), strict=True):
+        place.copy_(part)
+    return dict(zip(parts, _places(packed.to(device, non_blocking=True), parts), strict=True))
+
+
+def _places(packed: Tensor, parts: dict[str, Tensor]) -> list[Tensor]:
+    places = torch.split(packed, [_room(part) for part in parts.values()])
+    return [place[: part.numel()].view(part.shape) for part, place in zip(parts.values(), places, strict=True)]
+
+
+def _room(part: Tensor) -> int:
+    return -(-part.numel() // ALIGNED) * ALIGNED

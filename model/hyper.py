@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import backend
 from kernels.hyper import STREAMS, HyperWeights, Mixed, hyper_head, hyper_post, hyper_post_pre, hyper_pre
+from kernels.launch import stage
 from kernels.quant import Quantised
 from kernels.workspace import flip
 from model.weights import Checkpoint
@@ -26,6 +27,7 @@ class HyperConnection:
             raise ValueError(
                 f"config field hc_mult is {n}: the GPU kernels are written for {STREAMS} streams; use --device cpu"
             )
+        self.name = f"{prefix}.{kind}"
         self.quantised, self.norm_eps = config.quantised, config.rms_norm_eps
         fn = checkpoint.take_float(f"{prefix}.hc_{kind}_fn", 2 * n + n * n, width)
         base = checkpoint.take_float(f"{prefix}.hc_{kind}_base", 2 * n + n * n)
@@ -46,13 +48,18 @@ def through(streams: Tensor, sublayers: Sequence[tuple[HyperConnection, Run]]) -
     """streams [T, n, hidden] -> the streams after the sublayers. On a GPU they are changed in place."""
     connections = [connection for connection, _ in sublayers]
     flip()
-    mixed = connections[0].first(streams)
-    for number, (_, run) in enumerate(sublayers):
-        out = run(mixed.x, mixed.x if mixed.quantised is None else mixed.quantised)
+    with stage(f"{connections[0].name}: streams in"):
+        mixed = connections[0].first(streams)
+    for number, (connection, run) in enumerate(sublayers):
+        with stage(connection.name):
+            out = run(mixed.x, mixed.x if mixed.quantised is None else mixed.quantised)
         flip()
         if number + 1 < len(sublayers):
-            streams, mixed = connections[number + 1].after(out, streams, mixed)
-    return hyper_post(out, streams, mixed.post, mixed.comb)
+            following = connections[number + 1]
+            with stage(f"{following.name}: streams in"):
+                streams, mixed = following.after(out, streams, mixed)
+    with stage(f"{connections[-1].name}: streams out"):
+        return hyper_post(out, streams, mixed.post, mixed.comb)
 
 
 class HyperHead:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import backend
+from kernels.trail import Trail
 from kvtransfer.arena import Arena
 from model.batch import Batch, Row
 from model.cache import LayerCache, kv_layout, resolve_kv_dtype
@@ -28,13 +29,29 @@ def doubling(most: int) -> list[int]:
     return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
 
 
+def chunk_lengths(most: int) -> list[int]:
+    """The lengths of chunks to warm up for: `doubling`, and one more than each, since the indexer has other machine code for
+    tokens that do not fill their groups (kernels/indexer.py)."""
+    return sorted({min(tokens + more, most) for tokens in doubling(most) for more in (0, 1)})
+
+
+def device_failure(device: torch.device) -> str:
+    """Why this process can not use `device` any more; empty while it can. What was started on it is over afterwards."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+    return ""
+
+
 class Runner:
-    """Loads `model_dir` onto `device`. Raises ValueError that says what is wrong with the config, the checkpoint or an
-    option."""
+    """Loads a checkpoint folder, or a checkpoint that is open already, onto `device`. Raises ValueError that says what is wrong
+    with the config, the checkpoint or an option."""
 
     def __init__(
         self,
-        model_dir: str,
+        model: str | Checkpoint,
         device: str = "cpu",
         kv_dtype: str = "auto",
         page_tokens: int = 256,
@@ -46,14 +63,18 @@ class Runner:
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"--device {device}: torch finds no GPU here; use --device cpu")
         backend.choose(self.device)
-        self.config = ModelConfig.load(model_dir)
+        self.config = model.config if isinstance(model, Checkpoint) else ModelConfig.load(model)
         self.kv_dtype = resolve_kv_dtype(self.config, kv_dtype)
         self.layout = kv_layout(self.config, self.kv_dtype, page_tokens)
-        checkpoint = Checkpoint.open(model_dir, self.config, self.device)
+        checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model, self.config, self.device)
         self.transformer = Transformer(checkpoint, self.kv_dtype)
         self.mtp = MTP(checkpoint, self.transformer, self.kv_dtype) if self.config.num_nextn_predict_layers else None
         checkpoint.finish()
         self.checkpoint_digest = checkpoint.digest()
+        self.make_arena(num_pages, num_slots)
+
+    def make_arena(self, num_pages: int, num_slots: int) -> None:
+        """KV memory, all zero. A worker calls it again when it has measured what a step needs."""
         self.arena = Arena(self.layout, num_pages, num_slots, self.device)
         caches = [LayerCache.of(self.arena, self.config, layer) for layer in range(self.config.num_layers)]
         self.main_caches, self.mtp_caches = caches[: self.config.num_hidden_layers], caches[self.config.num_hidden_layers :]
@@ -72,17 +93,35 @@ class Runner:
     def warm_up(self, steps: Iterable[tuple[int, int]]) -> None:
         """Compiles the kernels of steps of (sequences, tokens of each), on page 0 and slot 0, which belong to nobody. Does
         nothing without kernels. A loop whose first request waits for the compiler would be taken for dead.
+        Raises RuntimeError that says where a step fails.
         """
         if not backend.active().triton:
             return
         begin_s = time.monotonic()
         for sequences, tokens in steps:
-            pages = [0] * max(WARM_PAGES, self.layout.pages_for(tokens))
-            rows = [Row([0] * tokens, 0, 0, pages)] * sequences
-            self.logits(self.forward(Batch.build(rows, self.layout.page_tokens, self.device))[:sequences])
+            trail = Trail()
+            try:
+                with trail.followed():
+                    self.run_once(sequences, tokens)
+            except Exception as error:  # whatever a compiler, a driver or an operation says is part of the message
+                raise RuntimeError(
+                    f"a step of {sequences} x {tokens} tokens fails: {trail.place()}: {trail.reason(error)}."
+                    " python -m kernels.check tests every kernel on this card."
+                ) from error
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         _log.info("kernels compiled in %.1f s", time.monotonic() - begin_s)
+
+    @torch.inference_mode()
+    def run_once(self, sequences: int, tokens: int, start: int = 0) -> None:
+        """A step at positions from `start` on, on page 0 and slot 0, which belong to nobody; for what it compiles and takes."""
+        pages = [0] * max(WARM_PAGES, self.layout.pages_for(start + tokens))
+        rows = [Row([0] * tokens, start, 0, pages)] * sequences
+        batch = Batch.build(rows, self.layout.page_tokens, self.device)
+        streams = self.forward(batch)
+        self.logits(streams[:sequences])
+        if self.mtp is not None:
+            self.store_draft_rows(streams, batch.tokens, batch)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -95,9 +134,22 @@ class Runner:
         return self.transformer.logits(streams)
 
     @torch.inference_mode()
-    def draft(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """One MTP pass over the batch's positions (model/mtp.py): (MTP streams, logits). `batch.tokens` is not looked at.
-        Raises ValueError when the checkpoint has no MTP layer."""
+    def draft_streams(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> Tensor:
+        """One MTP pass over the batch's positions (model/mtp.py): the MTP streams, [T, hc_mult, hidden]. `batch.tokens` is not
+        looked at."""
+        return self._mtp().forward(streams, next_tokens, batch, self.mtp_caches[0])
+
+    @torch.inference_mode()
+    def draft_logits(self, streams: Tensor) -> Tensor:
+        """MTP streams [R, hc_mult, hidden] -> float32 [R, vocab]: of the rows behind which a draft is wanted."""
+        return self._mtp().logits(streams)
+
+    @torch.inference_mode()
+    def store_draft_rows(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> None:
+        """What `draft_streams` leaves in the arena, without a draft: for positions that later drafts look back on."""
+        self._mtp().store(streams, next_tokens, batch, self.mtp_caches[0])
+
+    def _mtp(self) -> MTP:
         if self.mtp is None:
             raise ValueError("this checkpoint has no MTP layer (num_nextn_predict_layers is 0)")
-        return self.mtp.forward(streams, next_tokens, batch, self.mtp_caches[0])
+        return self.mtp

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.embed import embed
 from kernels.gemm import LinearWeight, linear
+from kernels.launch import stage
 from kernels.ragged import Ragged
 from kernels.rope import plain_frequencies, rotation, yarn_frequencies
 from model.attention import Attention
@@ -51,6 +52,11 @@ class Block:
             (self.moe_streams, lambda x, rounded: self.moe.forward(x, rounded, tokens)),
         ]
 
+    def store(self, streams: Tensor, batch: Ragged, turn: Tensor, cache: LayerCache) -> None:
+        """Only the window rows of a batch: no attention, no experts."""
+        mixed = self.attention_streams.first(streams)
+        self.attention.store(mixed.x if mixed.quantised is None else mixed.quantised, batch, turn, cache)
+
 
 class Transformer:
     def __init__(self, checkpoint: Checkpoint, kv_dtype: str) -> None:
@@ -70,8 +76,9 @@ class Transformer:
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
         """The streams after the last layer, [T, n, hidden]; every layer's KV of the batch is in `caches` afterwards."""
-        streams = embed(batch.tokens, self.embed, self.config.hc_mult)
-        turns = {compressed: rotation(batch.positions, frequencies) for compressed, frequencies in self.frequencies.items()}
+        with stage("embed"):
+            streams = embed(batch.tokens, self.embed, self.config.hc_mult)
+            turns = {long: rotation(batch.positions, frequencies) for long, frequencies in self.frequencies.items()}
         sublayers: list[tuple[HyperConnection, Run]] = []
         for layer, cache in zip(self.layers, caches, strict=True):
             sublayers += layer.sublayers(batch.tokens, batch, turns[layer.ratio != WINDOW_ONLY], cache)
@@ -79,7 +86,8 @@ class Transformer:
 
     def logits(self, streams: Tensor) -> Tensor:
         """streams [R, n, hidden] -> float32 [R, vocab]."""
-        return self.vocabulary(self.hyper_head.forward(streams))
+        with stage("head"):
+            return self.vocabulary(self.hyper_head.forward(streams))
 
     def vocabulary(self, x: Tensor) -> Tensor:
         """x [R, hidden] (normed) -> float32 [R, vocab]; MTP shares it."""

@@ -35,7 +35,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.uint8,  # handed out as exponent bytes
 }
-_ITEM_BYTES = {"F64": 8, "F16": 2, "I32": 4, "I16": 2, "U8": 1, "BOOL": 1, "F8_E5M2": 1} | {
+ITEM_BYTES = {"F64": 8, "F16": 2, "I32": 4, "I16": 2, "U8": 1, "BOOL": 1, "F8_E5M2": 1} | {
     name: dtype.itemsize for name, dtype in _DTYPES.items()
 }
 
@@ -87,6 +87,10 @@ class Checkpoint:
     def take(self, name: str, shape: tuple[int, ...], dtype: str, device: str | torch.device | None = None) -> Tensor:
         """The tensor as stored, on `device` (the checkpoint's if None). On the CPU it is the mapping itself: convert or copy
         it. `dtype` is the file format's word for it."""
+        return self._read(self._expected(name, shape, dtype)).to(self.device if device is None else device)
+
+    def _expected(self, name: str, shape: tuple[int, ...], dtype: str) -> Entry:
+        """The entry of that name, which counts as taken. Raises ValueError when there is none or it is another tensor."""
         entry = self._entries.get(name)
         if entry is None:
             raise ValueError(f"tensor {name} is missing in the checkpoint")
@@ -96,8 +100,11 @@ class Checkpoint:
                 f" config.json asks for {dtype} {list(shape)}"
             )
         self._taken.add(name)
-        stored = torch.frombuffer(entry.memory, dtype=_DTYPES[dtype], count=math.prod(shape), offset=entry.first)
-        return stored.view(shape).to(self.device if device is None else device)
+        return entry
+
+    def _read(self, entry: Entry) -> Tensor:
+        stored = torch.frombuffer(entry.memory, dtype=_DTYPES[entry.dtype], count=math.prod(entry.shape), offset=entry.first)
+        return stored.view(entry.shape)
 
     def take_plain(self, name: str, *shape: int) -> Tensor:
         """A BF16 tensor that is never quantised, copied."""
@@ -201,7 +208,7 @@ def read_safetensors(path: Path) -> dict[str, Entry]:
 def _entry(name: str, item: dict[str, Any], body: int, path: Path, memory: mmap.mmap) -> Entry:
     first, last = item["data_offsets"]
     entry = Entry(name, item["dtype"], tuple(item["shape"]), body + first, body + last, path, memory)
-    item_bytes = _ITEM_BYTES.get(entry.dtype)
+    item_bytes = ITEM_BYTES.get(entry.dtype)
     if item_bytes is None:
         raise ValueError(f"{path} is corrupt: tensor {name} has the unknown dtype {entry.dtype!r}")
     if min((0, *entry.shape)) < 0 or last - first != math.prod(entry.shape) * item_bytes:

@@ -48,6 +48,7 @@ class Prompt:
     scores: Scores | None
     kv: SeqKV | None = None  # from admission on
     computed: int = 0  # tokens whose KV is in `kv`
+    done: int = 0  # of them those whose step is over on the device
     passed_over: int = 0  # steps since it was last in one
     granted: bool = False
     offer_again_s: float = 0.0  # when the Offer is repeated, if there is no Grant by then
@@ -70,3 +71,8 @@ class Chunk:
 
     prompt: Prompt
     count: int
+
+    @property
+    def end(self) -> int:
+        """The position after its last, until the prompt moves on."""
+        return self.prompt.computed + self.count

@@ -185,7 +185,8 @@ class Scheduler:
         return share_out(list(self.computing.values()), self.limits.step_tokens, self.limits.chunk_tokens)
 
     def computed(self, chunks: list[Chunk], now_s: float) -> None:
-        """Sends on what a step has made: full pages at once, and the rest behind a prompt's last chunk."""
+        """Sends on what a step has made, or will have on its device, for which the transport waits: full pages at once, and the
+        rest behind a prompt's last chunk."""
         for chunk in chunks:
             prompt = chunk.prompt
             prompt.computed += chunk.count
@@ -196,6 +197,15 @@ class Scheduler:
                 self._push(prompt, final=False)
             else:
                 self._hand_over(prompt, now_s)
+
+    def ended(self, chunks: list[Chunk], now_s: float) -> None:
+        """A step is over on its device."""
+        for chunk in chunks:
+            prompt = chunk.prompt
+            prompt.done += chunk.count
+            if prompt.done == prompt.length:
+                prompt.end_s = now_s
+                self._metrics.observe("prefill_seconds", now_s - prompt.begin_s)
 
     def fail_step(self, chunks: list[Chunk], reason: str) -> None:
         """A step has raised: its prompts end, and nothing else."""
@@ -219,7 +229,8 @@ class Scheduler:
 
     def _hand_over(self, prompt: Prompt, now_s: float) -> None:
         prompt.end_s = now_s
-        self._metrics.observe("prefill_seconds", now_s - prompt.begin_s)
+        if not prompt.length:
+            self._metrics.observe("prefill_seconds", now_s - prompt.begin_s)
         if prompt.scores is not None:  # before the hand-off is complete, so that they precede the first token
             self._send(prompt.message.router_inbox, prompt.scores.message(prompt.key))
         self.sending[prompt.key] = self.computing.pop(prompt.key)

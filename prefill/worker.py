@@ -1,6 +1,7 @@
 """The prefill worker: one loop that receives, schedules, computes and hands over.
 
-While there is something to compute it never waits; otherwise it sleeps on its inbox and its transport.
+While there is something to compute it never waits; otherwise it sleeps on its inbox and its transport. A GPU is kept one
+step ahead: what a step computes is handed to the transport, which waits for it, when the step has been started.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from kvtransfer.layout import identity_fingerprint
 from kvtransfer.pages import PagePool
 from kvtransfer.sender import Sender
 from kvtransfer.transports import BulkOptions, open_transport
-from model.runner import Runner, doubling
+from model.memory import CudaGauge, Gauge, first_arena, kv_room
+from model.runner import Runner, chunk_lengths
 from prefill.config import PrefillConfig
 from prefill.engine import Engine
+from prefill.pace import Pace, marks_of
 from prefill.prompt import Chunk
 from prefill.scheduler import Limits, Scheduler
 from wire.messages import Abort, Grant, Prefill, Refused
 from wire.worker import Presence
 
+BUSY_WAIT_MS = 1
 _log = logging.getLogger("prefill")
 
 
@@ -38,10 +42,10 @@ class Worker:
         self._transport = open_transport(runner.arena, config.host, config.advertise, options)
         self._sender = Sender(runner.arena, self._transport, sealed=bool(config.cluster_key))
         identity, model = runner.identity(), runner.config
-        pool = PagePool(config.num_pages, config.num_slots)
+        pool = PagePool(len(runner.arena.pages), len(runner.arena.slots))
         limits = Limits(
             model.vocab_size,
-            model.max_position_embeddings,
+            config.longest(model.max_position_embeddings),
             config.page_tokens,
             config.step_tokens,
             config.chunk_tokens,
@@ -56,6 +60,7 @@ class Worker:
             self.metrics,
         )
         self._engine = Engine(runner)
+        self._pace = Pace(marks_of(runner.arena.pages.device))
         self._presence.join(identity, model, pool.total_slots, self._counts, self.scheduler.live, self._transport)
 
     def run(self) -> None:
@@ -67,14 +72,16 @@ class Worker:
         """Receive, schedule, run, reply; waits only when there is nothing to run."""
         now_s = time.monotonic()
         self._receive(now_s)
+        self._report()
         self.scheduler.settle(self._sender.poll(), now_s)
         self.scheduler.expire(now_s)
         self.scheduler.admit(now_s)
-        chunks = self.scheduler.next_chunks()
-        if chunks:
-            self._step(chunks, now_s)
+        if self._pace.full:
+            self._presence.nap(BUSY_WAIT_MS)
+        elif chunks := self.scheduler.next_chunks():
+            self._step(chunks)
         else:
-            self._presence.wait(self.scheduler.idle, max_wait_ms)
+            self._presence.wait(self.scheduler.idle and self._pace.still, max_wait_ms)
 
     def close(self) -> None:
         """Says "gone" and lets go of sockets and threads."""
@@ -95,16 +102,34 @@ class Worker:
                 case _:
                     self.metrics.add("misdirected")
 
-    def _step(self, chunks: list[Chunk], start_s: float) -> None:
+    def _step(self, chunks: list[Chunk]) -> None:
         try:
-            self._engine.compute(chunks)
+            with self._pace.step(chunks):
+                self._engine.compute(chunks)
         except Exception as error:  # whatever the model raises ends these prompts, not the worker
             _log.exception("a step of %d prompts failed", len(chunks))
+            self._leave_if_lost()
             self.scheduler.fail_step(chunks, f"prefill failed: {type(error).__name__}: {error}")
             return
-        now_s = time.monotonic()
-        self.scheduler.computed(chunks, now_s)
-        self._presence.stepped(sum(chunk.count for chunk in chunks), start_s, now_s)
+        self.scheduler.computed(chunks, time.monotonic())
+        self._report()
+
+    def _leave_if_lost(self) -> None:
+        reason = self._engine.lost()
+        if reason:
+            wire.worker.leave_lost("prefill", reason)
+
+    def _report(self) -> None:
+        """Tells of the steps that are over; what they ran into shows here too."""
+        try:
+            ended = self._pace.over()
+        except RuntimeError:
+            self._leave_if_lost()
+            raise
+        for chunks, seconds in ended:
+            now_s = time.monotonic()
+            self.scheduler.ended(chunks, now_s)
+            self._presence.stepped(sum(chunk.count for chunk in chunks), now_s - seconds, now_s)
 
     def _counts(self) -> dict[str, int]:
         scheduler = self.scheduler
@@ -112,15 +137,28 @@ class Worker:
         return {**scheduler.pool.counts(), "queued": queued, "running": running}
 
 
+def allot(config: PrefillConfig, runner: Runner, gauge: Gauge) -> None:
+    """Makes the KV memory of what is left beside the largest step, at the end of the longest prompts."""
+    longest, chunk = config.longest(runner.config.max_position_embeddings), config.chunk_tokens
+    rows = max(1, config.step_tokens // chunk)
+    free_bytes, total_bytes = gauge.free_and_total()
+    step_bytes = gauge.peak(lambda: runner.run_once(rows, chunk, max(0, longest - chunk)))
+    room = kv_room(runner.layout, free_bytes, total_bytes, config.memory_fraction, step_bytes, config.num_slots, longest)
+    runner.make_arena(room.num_pages, room.num_slots)
+    _log.info("%s", room)
+
+
 def serve(config: PrefillConfig) -> int:
     """Loads the model and runs the worker (wire/worker.py)."""
     torch.set_num_threads(config.threads)
 
     def build(context: zmq.Context[Any]) -> Worker:
-        sizes = {"num_pages": config.num_pages, "num_slots": config.num_slots}
+        sizes = first_arena(config.num_pages, config.num_slots, config.device)
         runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
-        runner.warm_up((1, tokens) for tokens in doubling(config.chunk_tokens))
+        runner.warm_up((1, tokens) for tokens in chunk_lengths(config.chunk_tokens))
         runner.warm_up([(max(1, config.step_tokens // config.chunk_tokens), config.chunk_tokens)])
+        if runner.device.type == "cuda" and not config.num_pages:
+            allot(config, runner, CudaGauge(runner.device))
         return Worker(config, runner, context)
 
     return wire.worker.serve("prefill", config, build)

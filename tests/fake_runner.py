@@ -74,6 +74,7 @@ class FakeRunner:
         self.fail = 0
         self.nan_slots: set[int] = set()
         self.steps: list[list[int]] = []  # tokens per row of each step
+        self.writes: list[list[tuple[int, int]]] = []  # (slot, page) of every token that each step wrote
         self._name = name
         self._tokens = self.arena.page_field(self.layout.page[0]).view(torch.int64)[:, :, 0]
         self._ring = self.arena.slot_field(self.layout.slot[0]).view(torch.int64)[:, :, 0]
@@ -85,6 +86,7 @@ class FakeRunner:
         """The checksum of each position's history, int64 [T, 1, 1]."""
         bounds = batch.cu_tokens.tolist()
         self.steps.append([end - start for start, end in itertools.pairwise(bounds)])
+        self.writes.append([])
         if self.fail:
             self.fail -= 1
             raise RuntimeError("the fake runner was told to fail")
@@ -98,6 +100,7 @@ class FakeRunner:
             page, place = divmod(position, self.layout.page_tokens)
             self._tokens[int(pages[page]), place] = token
             self._ring[slot, position % RING] = token
+            self.writes[-1].append((slot, int(pages[page])))
         length = start + end - first
         history = self._tokens[pages].flatten()[:length].tolist()
         tail = [int(self._ring[slot, p % RING]) for p in range(max(0, length - TAIL), length)]

@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtransfer.pages import SeqKV
 from model.batch import Batch, Row
 from model.runner import Runner
+from prefill.engine import Engine
+from prefill.prompt import Chunk, Prompt
+from wire.messages import Prefill, SamplingParams, pack_ids
 
 FOLDER = Path(__file__).parent / "data" / "golden"
 CASES = ("tiny-bf16", "tiny-fp8fp4")
@@ -78,6 +82,21 @@ def run(model: Runner, rows: Sequence[tuple[int, Sequence[int], int]]) -> tuple[
     """One step of (slot, tokens, start) rows: the streams of every token, and the batch."""
     batch = Batch.build([Row(tokens, start, slot, pages_of(slot)) for slot, tokens, start in rows], PAGE_TOKENS, model.device)
     return model.forward(batch), batch
+
+
+def prefill(model: Runner, prompts: Sequence[tuple[int, Sequence[int]]], chunk: int) -> None:
+    """Prefill's own engine over (slot, ids) prompts together, `chunk` tokens of each a step: all that decode gets of them
+    before it feeds each one's last token."""
+    engine, waiting = Engine(model), [_prompt(slot, list(ids)) for slot, ids in prompts]
+    while chunks := [Chunk(prompt, min(chunk, prompt.remaining)) for prompt in waiting if prompt.remaining]:
+        engine.compute(chunks)
+        for each in chunks:
+            each.prompt.computed += each.count
+
+
+def _prompt(slot: int, ids: list[int]) -> Prompt:
+    message = Prefill(slot, 0, pack_ids(ids), len(ids), (0,), SamplingParams(max_tokens=1, seed=0), "", "", 60.0)
+    return Prompt((slot, 0), message, ids, [0], 0.0, 60.0, None, SeqKV(slot, pages_of(slot)))
 
 
 def logits_in_chunks(model: Runner, ids: Sequence[int], cuts: Sequence[int], slot: int = 1, start: int = 0) -> Tensor:

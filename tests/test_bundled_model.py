@@ -123,12 +123,15 @@ def test_drafts_are_accepted(runner: Runner, world: World) -> None:
     for at in range(39 + count - 3):
         after = torch.tensor([tokens[at + 1] for tokens in said.tokens])
         streams = torch.stack([streams[at] for streams in said.streams])
-        streams, logits = runner.draft(streams, after, said.batch([(at, tokens[at : at + 1]) for tokens in said.tokens]))
+        batch = said.batch([(at, tokens[at : at + 1]) for tokens in said.tokens])
         if at < 39:  # the prompt: only its rows are wanted
+            runner.store_draft_rows(streams, after, batch)
             continue
-        draft = logits.argmax(-1)
-        _, logits = runner.draft(streams, draft, said.batch([(at + 1, tokens[at + 1 : at + 2]) for tokens in said.tokens]))
-        drafts = zip(draft.tolist(), logits.argmax(-1).tolist(), said.tokens, strict=True)
+        streams = runner.draft_streams(streams, after, batch)
+        draft = runner.draft_logits(streams).argmax(-1)
+        batch = said.batch([(at + 1, tokens[at + 1 : at + 2]) for tokens in said.tokens])
+        second = runner.draft_logits(runner.draft_streams(streams, draft, batch)).argmax(-1)
+        drafts = zip(draft.tolist(), second.tolist(), said.tokens, strict=True)
         for one, two, tokens in drafts:
             first.append(one == tokens[at + 2])
             both.append(first[-1] and two == tokens[at + 3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import given, settings
@@ -56,15 +58,39 @@ class FakeArena:
         self.slots.append((src, dst))
 
 
-class Bench:
-    """A scheduler with fakes around it. Every token that is generated is 7, unless `tokens` names another."""
+@dataclass
+class Row:
+    """A sequence in a step, and the slot and pages that the step was launched with."""
 
-    def __init__(self, num_pages: int = 101, num_slots: int = 17, max_batch: int = 8) -> None:
+    sequence: Sequence
+    token: int
+    count: int
+    slot: int
+    pages: list[int]
+
+
+@dataclass
+class Flight:
+    batch: list[Sequence]
+    rows: list[Row]
+
+
+class Bench:
+    """A scheduler with fakes around it. Every token that is generated is 7, unless `tokens` names another.
+
+    depth: steps that stay in flight. `step_tokens`: what a step feeds each sequence; it gets one to that many tokens.
+    """
+
+    def __init__(
+        self, num_pages: int = 101, num_slots: int = 17, max_batch: int = 8, depth: int = 0, step_tokens: int = 1
+    ) -> None:
+        self.depth, self.step_tokens = depth, step_tokens
+        self.flights: deque[Flight] = deque()
         self.receiver, self.arena, self.metrics = FakeReceiver(), FakeArena(), Metrics()
         self.pool = PagePool(num_pages, num_slots)
         self.sent: list[tuple[str, Any]] = []
         self.clock_s = 0.0
-        limits = Limits(100, 1000, EOS, PAGE_TOKENS, self.pool.total_pages, self.pool.total_slots, max_batch)
+        limits = Limits(100, 1000, EOS, PAGE_TOKENS, self.pool.total_pages, self.pool.total_slots, max_batch, 20)
         receiver: Any = self.receiver
         arena: Any = self.arena
         self.scheduler = Scheduler(self.pool, receiver, arena, limits, "print", "decode-1", self._send, self.metrics)
@@ -100,13 +126,34 @@ class Bench:
     def step(self, tokens: dict[int, int] | None = None) -> list[int]:
         """One turn without arrivals; gives the rids that ran."""
         self.scheduler.admit(self.clock_s)
-        batch = self.scheduler.next_batch()
-        assert len(batch) <= self.scheduler.limits.max_batch
-        for sequence in batch:
-            assert sequence.kv.slot and len(sequence.kv.pages) * PAGE_TOKENS >= len(sequence.tokens)
-        choices = [Choice((tokens or {}).get(s.key[0], 7)) for s in batch]
-        self.scheduler.advance(batch, choices, self.clock_s)
+        batch = self.launch(tokens)
+        while len(self.flights) > (self.depth if batch else 0):
+            self.land()
         return [s.key[0] for s in batch]
+
+    def launch(self, tokens: dict[int, int] | None = None, failing: int = 0) -> list[Sequence]:
+        """Starts a step, but for the first `failing` sequences of it."""
+        batch = self.scheduler.next_batch(self.step_tokens)
+        assert len(batch) <= self.scheduler.limits.max_batch
+        self.scheduler.fail_step(batch[:failing], "boom")
+        batch = batch[failing:]
+        if batch:
+            self.flights.append(Flight(batch, [self.run_row(s, (tokens or {}).get(s.key[0], 7)) for s in batch]))
+        return batch
+
+    def run_row(self, sequence: Sequence, token: int) -> Row:
+        """What a device does: `count` tokens, whose KV is written behind what the steps before it have made of the text."""
+        before = [row for flight in self.flights for row in flight.rows if row.sequence is sequence]
+        start = len(sequence.tokens) - 1 + sum(row.count for row in before)
+        count = 1 + (sequence.key[0] + start) % self.step_tokens
+        needed = min(start + self.step_tokens, sequence.prompt_tokens + sequence.sampling.max_tokens - 1)
+        assert sequence.kv.slot and len(sequence.kv.pages) * PAGE_TOKENS >= needed
+        return Row(sequence, token, count, sequence.kv.slot, list(sequence.kv.pages))
+
+    def land(self) -> None:
+        flight = self.flights.popleft()
+        choices = [Choice([row.token] * row.count) for row in flight.rows]
+        self.scheduler.advance(flight.batch, choices, self.clock_s)
 
     def run(self, steps: int = 500) -> None:
         for _ in range(steps):
@@ -125,12 +172,20 @@ class Bench:
 
     def nothing_held(self) -> bool:
         pool = self.pool
+        while self.flights:
+            self.land()
         free = (pool.free_pages, pool.free_slots) == (pool.total_pages, pool.total_slots)
         return free and self.scheduler.idle and not self.receiver.open_keys
 
     def check_books(self) -> None:
-        """Every page and slot is free or held, and references are what the page tables say."""
+        """Every page and slot is free or held, references are what the page tables say, and what a step in flight writes into
+        is held by the sequence that it writes for."""
         kvs = [s.kv for s in self.scheduler.running] + [kv for r in self.scheduler.arriving.values() for kv in r.kvs]
+        kvs += [s.kv for s in self.scheduler.leaving]
+        for row in [row for flight in self.flights for row in flight.rows]:
+            assert row.sequence.kv.slot == row.slot and row.sequence.kv.pages[: len(row.pages)] == row.pages
+            assert row.sequence.over == (row.sequence in self.scheduler.leaving)
+        assert all(s.in_flight for s in self.scheduler.leaving)
         held = [page for kv in kvs for page in kv.pages]
         for page in set(held):
             assert self.pool.references(page) == held.count(page)
@@ -227,6 +282,15 @@ def test_fork_shares_full_pages_and_copies_the_partial_one_and_the_slot() -> Non
     bench.check_books()
     bench.run()
     assert [bench.text(0, n) for n in range(3)] == [[7] * 4] * 3 and bench.nothing_held()
+
+
+def test_samples_that_want_no_token_are_forked_and_over() -> None:
+    bench = Bench()
+    bench.offer(0, 10, max_tokens=0, samples=(0, 1, 2))
+    bench.step()
+    bench.arrive()
+    rows = [row for message in bench.messages(Tokens) for row in message.rows]
+    assert [row[2:6] for row in rows] == [[n, 0, [], "length"] for n in range(3)] and bench.nothing_held()
 
 
 def test_fork_at_a_page_boundary_copies_no_page() -> None:
@@ -485,7 +549,7 @@ def test_failed_step_and_bad_row_end_only_themselves() -> None:
     bench.arrive()
     bench.scheduler.fail_step(bench.scheduler.next_batch(), "boom")
     batch = bench.scheduler.next_batch()
-    bench.scheduler.advance(batch, [Choice(0, "logits are NaN"), Choice(7)], 0.0)
+    bench.scheduler.advance(batch, [Choice([], "logits are NaN"), Choice([7])], 0.0)
     assert [(f.rid, f.cause, f.retryable) for f in bench.messages(Failed)] == [
         (0, "internal", True),
         (1, "internal", True),
@@ -516,12 +580,14 @@ def test_refusals_tell_prefill_too_and_hold_nothing() -> None:
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 200)), min_size=1, max_size=80),
     st.integers(8, 30),
     st.integers(1, 5),
+    st.integers(0, 2),
+    st.integers(1, 5),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_any_order_of_events_ends_every_sample_once_and_frees_everything(
-    events: list[tuple[int, int]], num_pages: int, max_batch: int
+    events: list[tuple[int, int]], num_pages: int, max_batch: int, depth: int, step_tokens: int
 ) -> None:
-    bench = Bench(num_pages, num_slots=7, max_batch=max_batch)
+    bench = Bench(num_pages, num_slots=7, max_batch=max_batch, depth=depth, step_tokens=step_tokens)
     offered: dict[Key, tuple[int, ...]] = {}
     aborted: set[int] = set()
     for kind, number in events:
@@ -538,7 +604,7 @@ def test_any_order_of_events_ends_every_sample_once_and_frees_everything(
             bench.receiver.close(key)
             bench.scheduler.settle([Broken(key, "lost")], 0.0)
         elif kind == 6:
-            bench.scheduler.fail_step(bench.scheduler.next_batch()[: number % 2], "boom")
+            bench.launch(failing=number % 2)
         elif kind == 7 and bench.receiver.open_keys:
             bench.arrive(next(iter(bench.receiver.open_keys))[0])
         oldest = min(bench.scheduler.running, key=lambda s: s.serial, default=None)
@@ -577,7 +643,131 @@ def test_a_row_that_the_clients_own_parameters_exclude_is_refused() -> None:
     bench.offer(1, 9)
     bench.step()
     bench.arrive()
-    bench.scheduler.advance(bench.scheduler.next_batch(), [Choice(0, EXCLUDED)], 0.0)
+    bench.scheduler.advance(bench.scheduler.next_batch(), [Choice([], EXCLUDED)], 0.0)
     [failed] = bench.messages(Failed)
     assert (failed.cause, failed.retryable) == ("refused", False) and "no token is left" in failed.reason
     assert bench.nothing_held()
+
+
+# --- steps in flight
+
+
+def test_a_sequence_that_will_be_complete_is_not_fed_again() -> None:
+    bench = Bench(depth=1)
+    bench.offer(0, 9, max_tokens=3)
+    bench.offer(1, 9, max_tokens=5)
+    bench.step()
+    bench.arrive()
+    assert [bench.step() for _ in range(6)] == [[0, 1], [0, 1], [0, 1], [1], [1], []]
+    assert bench.text(0) == [7] * 3 and bench.text(1) == [7] * 5
+    assert bench.metrics.count("tokens_dropped") == 0 and bench.nothing_held()
+
+
+def test_a_stop_is_noticed_one_step_late_and_its_extra_token_is_dropped() -> None:
+    bench = Bench(depth=1)
+    bench.offer(0, 9, max_tokens=30)
+    bench.step()
+    bench.arrive()
+    bench.step()
+    bench.step({0: EOS})
+    bench.step()
+    assert [row[4:6] for message in bench.messages(Tokens) for row in message.rows] == [[[7], ""], [[EOS], "stop"]]
+    assert bench.scheduler.idle and len(bench.scheduler.leaving) == 1, "a step still writes into its pages"
+    assert bench.pool.free_slots == bench.pool.total_slots - 1
+    bench.check_books()
+    assert bench.step() == [] and bench.metrics.count("tokens_dropped") == 1
+    assert not bench.scheduler.leaving and bench.text(0) == [7, EOS] and bench.nothing_held()
+
+
+def test_pages_of_what_is_aborted_timed_out_or_failed_in_flight_wait_for_the_step() -> None:
+    for end in ("abort", "expire", "fail_step"):
+        bench = Bench(depth=1)
+        bench.offer(0, 9, max_tokens=30, samples=(0, 1))
+        bench.step()
+        bench.arrive()
+        bench.step()
+        bench.step()
+        if end == "abort":
+            bench.scheduler.abort(Abort(0, 0))
+        elif end == "expire":
+            bench.scheduler.expire(1000.0)
+        else:
+            bench.launch(failing=2)
+        assert not bench.scheduler.running and len(bench.scheduler.leaving) == 2, end
+        assert bench.pool.free_slots == bench.pool.total_slots - 2
+        bench.check_books()
+        sent = len(bench.sent)
+        assert bench.nothing_held() and not [m for _, m in bench.sent[sent:] if isinstance(m, Tokens)], end
+
+
+def test_a_page_for_what_is_in_flight_is_there_before_its_tokens_are() -> None:
+    bench = Bench(depth=2, step_tokens=5)
+    bench.offer(0, PAGE_TOKENS, max_tokens=60)
+    bench.step()
+    bench.arrive()
+    bench.launch()
+    bench.launch()
+    bench.launch()
+    [sequence] = bench.scheduler.running
+    assert sequence.in_flight == [5, 5, 5] and len(sequence.kv.pages) == 5  # 4 + 3 * 5 tokens
+    bench.land()
+    assert sequence.in_flight == [5, 5] and 1 <= sequence.generated <= 5
+    bench.run(40)
+    assert len(bench.text(0)) == 60 and bench.nothing_held()
+
+
+def test_guesses_behind_the_last_token_need_no_page() -> None:
+    bench = Bench(num_pages=4, step_tokens=5)  # 3 pages: 12 tokens of KV
+    bench.offer(0, 9, max_tokens=3)
+    bench.run(10)
+    assert bench.text(0) == [7] * 3 and not bench.messages(Failed) and bench.nothing_held()
+
+
+def test_one_retraction_is_enough_while_a_step_holds_its_pages() -> None:
+    bench = Bench(num_pages=10, depth=1)
+    for rid in range(3):
+        bench.offer(rid, 5, max_tokens=20)
+    bench.step()
+    bench.arrive()
+    bench.launch()
+    bench.launch()
+    while not bench.messages(Failed):
+        bench.land()
+        bench.launch()
+    assert [(f.rid, f.cause) for f in bench.messages(Failed)] == [(2, "retracted")], "the others sit out"
+    assert [s.key[0] for s in bench.scheduler.leaving] == [2]
+    bench.check_books()
+    bench.run()
+    assert len(bench.text(0)) == 20 and bench.nothing_held()
+
+
+def test_tokens_of_one_step_go_in_one_row_and_end_where_the_text_ends() -> None:
+    bench = Bench()
+    bench.offer(0, 9, max_tokens=30)
+    bench.offer(1, 9, max_tokens=2)
+    bench.step()
+    bench.arrive()
+    batch = bench.scheduler.next_batch(4)
+    tops = [[[n, -1.0]] for n in range(4)]
+    choices = [
+        Choice([7, EOS, 8, 9], "logits are NaN", [-1.0, -2.0, -3.0, -4.0], tops),
+        Choice([3, 4, 5], "", [-1.0, -2.0, -3.0]),
+    ]
+    bench.scheduler.advance(batch, choices, 0.0)
+    assert [row for message in bench.messages(Tokens) for row in message.rows] == [
+        [0, 0, 0, 0, [7, EOS], "stop", [-1.0, -2.0], tops[:2]],
+        [1, 0, 0, 0, [3, 4], "length", [-1.0, -2.0], None],
+    ]
+    assert not bench.messages(Failed), "what is behind the end does not matter"
+    assert bench.metrics.count("tokens_dropped") == 3 and bench.metrics.count("decode_tokens") == 4 and bench.nothing_held()
+
+
+def test_tokens_before_a_bad_row_are_sent_before_its_failure() -> None:
+    bench = Bench()
+    bench.offer(0, 9, max_tokens=30)
+    bench.step()
+    bench.arrive()
+    bench.scheduler.advance(bench.scheduler.next_batch(3), [Choice([7, 8], "logits are NaN")], 0.0)
+    [tokens], [failed] = bench.messages(Tokens), bench.messages(Failed)
+    assert bench.sent.index(("router", tokens)) < bench.sent.index(("router", failed))
+    assert tokens.rows[0][4] == [7, 8] and "position 12" in failed.reason and bench.nothing_held()

@@ -31,7 +31,8 @@ def test_every_prompt_alone(name: str) -> None:
         streams, batch = golden.run(model, [(1, ids, 0)])
         logits = model.logits(streams).cpu()
         first = int(logits[-1].argmax())
-        drafted = model.draft(streams, torch.tensor([*ids[1:], first], device=golden.DEVICE), batch)[1].cpu()
+        following = torch.tensor([*ids[1:], first], device=golden.DEVICE)
+        drafted = model.draft_logits(model.draft_streams(streams, following, batch)).cpu()
         arrays |= {f"{which}.logits": logits.numpy(), f"{which}.last_logits": logits[-1].numpy()}
         arrays[f"{which}.mtp_logits"] = drafted.numpy()
         last_drafts[which] = drafted[-1]
@@ -52,6 +53,22 @@ def judge_last_drafts(name: str, drafts: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", golden.CASES)
+def test_drafts_after_a_prefill_in_chunks(name: str) -> None:
+    """The draft behind every prompt's first token, where the prompt's own rows of the draft layer are those that prefill
+    leaves for decode: the stored MTP logits."""
+    case, model = golden.case(name), golden.runner(name)
+    model.arena.slots.fill_(0xFF)  # NaN: a row that is missing shows
+    drafts: dict[str, torch.Tensor] = {}
+    for number, which in enumerate(case.prompts):
+        ids, tokens = golden.prompt(name, which)
+        golden.prefill(model, [(1, ids)], (64, 256, 7)[number % 3])
+        streams, batch = golden.run(model, [(1, ids[-1:], len(ids) - 1)])
+        following = torch.tensor(tokens[:1], device=golden.DEVICE)
+        drafts[which] = model.draft_logits(model.draft_streams(streams, following, batch))[0].cpu()
+    judge_last_drafts(name, drafts)
+
+
+@pytest.mark.parametrize("name", golden.CASES)
 def test_the_stored_batches_decoded_together(name: str) -> None:
     """Prompts of a batch prefilled in one ragged step and decoded together give their solo tokens."""
     case, model = golden.case(name), golden.runner(name)
@@ -66,35 +83,41 @@ def test_the_stored_batches_decoded_together(name: str) -> None:
     judge(name, {"batches": batches}, {})
 
 
+@pytest.mark.parametrize("chunk", [7, 64, 1024])
 @pytest.mark.parametrize(("which", "k"), [("len5", 1), ("len5", 2), ("len131", 1), ("len131", 2), ("len257", 2)])
-def test_draft_rounds(which: str, k: int) -> None:
-    """Speculation by hand: drafts, verification of k+1 tokens in one step, rollback by taking the old length again."""
+def test_draft_rounds(which: str, k: int, chunk: int) -> None:
+    """Speculation by hand behind a prefill in chunks: drafts, verification of k+1 tokens in one step, rollback by taking the
+    old length again."""
     name = "tiny-bf16"
     model = golden.runner(name)
+    model.arena.slots.fill_(0xFF)
     ids, expected = golden.prompt(name, which)
+    golden.prefill(model, [(1, ids)], chunk)
     rounds, emitted = speculate(model, ids, k, golden.case(name).n)
     assert emitted[: len(expected)] == expected
     judge(name, {"prompts": {which: {"mtp_rounds": {str(k): rounds}}}}, {})
 
 
 def speculate(model: Runner, ids: list[int], k: int, count: int) -> tuple[list[int], list[int]]:
-    """(accepted drafts of each round, all tokens)."""
-    streams, batch = golden.run(model, [(1, ids, 0)])
-    emitted = [int(model.logits(streams[-1:]).argmax())]
-    hidden, logits = model.draft(streams, torch.tensor([*ids[1:], *emitted], device=golden.DEVICE), batch)
+    """(accepted drafts of each round, all tokens) behind a prompt of which all but the last token is in slot 1."""
+    known = len(ids) - 1
+    streams, batch = golden.run(model, [(1, ids[known:], known)])
+    emitted = [int(model.logits(streams).argmax())]
+    hidden = model.draft_streams(streams, torch.tensor(emitted, device=golden.DEVICE), batch)
     rounds, known = [], len(ids)
     while len(emitted) < count:
-        drafts = [int(logits[-1].argmax())]
+        drafts = [int(model.draft_logits(hidden[-1:]).argmax())]
         if k == 2:
             row = Batch.build([Row([emitted[-1]], known, 1, golden.pages_of(1))], golden.PAGE_TOKENS, golden.DEVICE)
-            drafts.append(int(model.draft(hidden[-1:], torch.tensor(drafts, device=golden.DEVICE), row)[1][-1].argmax()))
+            behind = model.draft_streams(hidden[-1:], torch.tensor(drafts, device=golden.DEVICE), row)
+            drafts.append(int(model.draft_logits(behind).argmax()))
         streams, batch = golden.run(model, [(1, [emitted[-1], *drafts], known)])
         best = model.logits(streams).argmax(-1).tolist()
         accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), k)
         rounds.append(accepted)
         emitted += best[: accepted + 1]
         row = Batch.build([Row(best[: accepted + 1], known, 1, golden.pages_of(1))], golden.PAGE_TOKENS, golden.DEVICE)
-        hidden, logits = model.draft(streams[: accepted + 1], torch.tensor(best[: accepted + 1], device=golden.DEVICE), row)
+        hidden = model.draft_streams(streams[: accepted + 1], torch.tensor(best[: accepted + 1], device=golden.DEVICE), row)
         known += accepted + 1
     return rounds, emitted
 

@@ -12,7 +12,7 @@ from tests.kernel_backend import DEVICE, triton_backend  # before any kernel
 
 # isort: split
 from kernels import sample_triton
-from kernels.sample import Parameters, Sampled, noise_stream, remember, sample, sample_reference, top_logprobs
+from kernels.sample import Parameters, Sampled, noise_stream, sample, sample_reference, top_logprobs
 
 torch.set_num_threads(1)
 on_triton = pytest.mark.usefixtures(triton_backend.__name__)
@@ -177,13 +177,39 @@ def test_top_logprobs_break_ties_by_id() -> None:
 
 
 @on_triton
-def test_counts_are_kept_on_the_device() -> None:
-    given = parameters(3, 50)
-    ids = torch.tensor([4, 9, 4], device=DEVICE)
-    given.counts[given.slots[0], 4] = 1  # the prompt has it
-    for _ in range(2):
-        remember(ids, given.slots, given.counts)
-    assert given.counts[given.slots, ids].tolist() == [5, 4, 4] and int(given.counts.sum()) == 13
+def test_penalties_count_the_drafts_before_a_row() -> None:
+    """As if they were in the counts, each as often as it is there."""
+    given = parameters(4, 50, presence=[0.5], frequency=[0.25], repetition=[1.5, 1.0, 1.0])
+    given.counts[given.slots[0], 4] = 3
+    drafts = torch.tensor([[7, 9, 7, -1], [4, 4, 7, 4], [-1, -1, -1, -1], [4, -1, 0, 3]], device=DEVICE)
+    logits = logits_of(4, 50)
+    logits[:, [4, 7, 9, 49]] = torch.tensor([20.0, 19.75, 19.5, 19.25], device=DEVICE)  # close: a draft decides
+    before = check(logits, given, draws=False, edits=True)
+    given.drafts.copy_(drafts)
+    got = check(logits, given, draws=False, edits=True)
+    assert (got.ids != before.ids).tolist() == [True, True, False, True]
+    counted = replace(given, drafts=torch.full_like(drafts, -1), counts=given.counts.clone())
+    for row, tokens in enumerate(drafts.tolist()):
+        for token in tokens:
+            if token >= 0:
+                counted.counts[given.slots[row], token] += 2
+    same(got, sample_reference(logits, counted, False, True, -1))
+
+
+def test_reference_does_no_more_than_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the CPU's sampler: a greedy step copies and sorts nothing."""
+    for name in ("clone", "argsort", "log_softmax", "logsumexp"):
+        monkeypatch.setattr(Tensor, name, lambda *_: pytest.fail("asked for nothing"))
+    monkeypatch.setattr(torch, "log_softmax", lambda *_, **__: pytest.fail("asked for nothing"))
+    logits = logits_of(3).cpu()
+    assert sample_reference(logits, parameters(3), False, False, -1).ids.tolist() == logits.argmax(-1).tolist()
+
+
+def test_reference_of_a_chosen_tokens_probability_alone() -> None:
+    logits = logits_of(3).cpu()
+    got = sample_reference(logits, parameters(3), False, False, 0)
+    torch.testing.assert_close(got.logprob, top_logprobs(logits, got.ids, 0)[0])
+    assert got.top_ids.shape == got.top_logprobs.shape == (3, 0)
 
 
 def test_reference_greedy_row_among_drawn_ones() -> None:

@@ -14,7 +14,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kvtransfer": ({"wire"}, {"torch", "zmq", "numpy", "xxhash", "msgpack", "cryptography"}),
     "model": ({"kernels", "kvtransfer.layout", "kvtransfer.arena"}, {"torch"}),
     "prefill": ({"wire", "kvtransfer", "model"}, {"torch", "zmq"}),
-    "decode": ({"wire", "kvtransfer", "model", "kernels.sample"}, {"torch", "zmq"}),
+    "decode": (
+        {"wire", "kvtransfer", "model"}
+        | {f"kernels.{name}" for name in ("sample", "sequences", "workspace", "launch", "trail")},
+        {"torch", "zmq", "numpy"},
+    ),
     "router": ({"wire"}, {"aiohttp", "uvloop", "tokenizers", "zmq"}),
 }
 TORCH_IN_KVTRANSFER = {"kvtransfer/arena.py", "kvtransfer/transports"}

@@ -10,7 +10,7 @@ import pytest
 
 from model.cache import index_row, kv_layout, kv_row
 from model.config import ModelConfig
-from scripts.kv_ends import RELEASED
+from scripts.released_config import RELEASED
 from tests import golden
 
 

@@ -15,6 +15,7 @@ from tests.kernel_backend import DEVICE, triton_backend  # before any kernel
 # isort: split
 from kernels import backend
 from kernels.launch import launches_go_to
+from model.batch import Batch, Row
 from model.hyper import HyperConnection
 from model.runner import Runner, doubling
 from tests import golden
@@ -37,6 +38,37 @@ def test_one_prompt_on_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert int(logits[0].argmax()) == tokens[0]
 
 
+@pytest.mark.usefixtures(triton_backend.__name__)
+@pytest.mark.parametrize("name", golden.CASES)
+@pytest.mark.parametrize("rows", [[(1, 2, 130), (2, 1, 3)], [(2, 6, 129), (1, 1, 0)]])
+def test_the_draft_layer_on_the_kernels(name: str, rows: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step and a chunk of (slot, tokens, start): storing alone leaves the bytes that a full pass leaves, and those
+    are the reference's but for a rounding here and there."""
+    kernels = backend.active()
+    reference = Runner(golden.model_dir(name), "cpu", page_tokens=golden.PAGE_TOKENS, num_pages=8, num_slots=3)
+    backend.use(kernels)
+    monkeypatch.setattr(backend, "choose", lambda device: backend.active())
+    model = Runner(golden.model_dir(name), str(DEVICE), page_tokens=golden.PAGE_TOKENS, num_pages=8, num_slots=3)
+    given = [Row([5 + slot] * count, start, slot, [1, 2]) for slot, count, start in rows]
+    batch = Batch.build(given, golden.PAGE_TOKENS, DEVICE)
+    shape = (len(batch.tokens), model.config.hc_mult, model.config.hidden_size)
+    streams = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, model.transformer.dtype)
+    model.draft_streams(streams, batch.tokens, batch)
+    full = model.arena.slots.clone()
+    model.arena.slots.zero_()
+    model.store_draft_rows(streams, batch.tokens, batch)
+    assert torch.equal(model.arena.slots, full)
+
+    assert backend.active().triton
+    backend.use(backend.REFERENCE)
+    reference.store_draft_rows(streams.cpu(), batch.tokens.cpu(), Batch.build(given, golden.PAGE_TOKENS))
+    values, wanted = (runner.mtp_caches[0].window[1:3].cpu() for runner in (model, reference))
+    if name == "tiny-fp8fp4":
+        assert (values != wanted).double().mean() < 0.001
+    else:
+        torch.testing.assert_close(values.view(torch.float32), wanted.view(torch.float32), rtol=1e-5, atol=1e-5)
+
+
 def test_warming_up_starts_every_kernel_on_the_page_that_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a card that is not there, with kernels that are not started: which are, and that nothing else is touched."""
     before, started = backend.active(), set()
@@ -47,7 +79,8 @@ def test_warming_up_starts_every_kernel_on_the_page_that_is_nobodys(monkeypatch:
             runner.warm_up([(4, 1), (1, 7), (1, 300)])
     finally:
         backend.use(before)
-    for kernel in ("_decode", "_attend", "_score_kernel", "_compress", "_kv_rows", "swiglu_kernel", "_choose_kernel"):
+    kernels = ("_decode", "_attend", "_score_kernel", "_compress", "_kv_rows", "swiglu_kernel", "_choose_kernel")
+    for kernel in (*kernels, "_join_streams"):
         assert kernel in started, started
     assert not runner.arena.pages.any(), "kernels alone write pages"
 

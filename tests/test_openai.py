@@ -343,6 +343,43 @@ def test_a_stop_string_inside_a_burst_of_tokens_cuts_the_rest() -> None:
     check(test, Script(ids=LETTERS, burst=8))
 
 
+def test_how_many_tokens_come_in_a_row_changes_nothing() -> None:
+    """Whole and streamed: texts, ids, scores, usage and reasons, with ends inside a row and characters across rows."""
+    emoji = [222, 305, 224, 164, 247, 100, 40]
+    bodies: list[dict[str, Any]] = [
+        {"max_tokens": 9, "logprobs": 2, "n": 2},
+        {"max_tokens": 20, "stop": ["de", "zz"], "logprobs": 0},
+        {"max_tokens": 20, "stop": "cdeg", "min_tokens": 4},
+        {"max_tokens": 7, "stop": "c", "min_tokens": 3},
+    ]
+
+    async def test(cluster: ScriptedCluster) -> None:
+        for body in bodies:
+            body |= {"prompt": "x", "return_token_ids": True}
+            answer = await cluster.complete(**body)
+            found.append((answer["choices"], answer["usage"]))
+            texts: dict[int, list[Any]] = {}
+            for event in (await cluster.stream("completions", body))[:-1]:
+                choice = event["choices"][0]
+                whole = texts.setdefault(choice["index"], ["", [], [], ""])
+                whole[0] += choice["text"]
+                whole[1] += choice["token_ids"]
+                whole[2] += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+                whole[3] = choice["finish_reason"] or whole[3]
+            for choice in answer["choices"]:
+                text, ids, scores, reason = texts[choice["index"]]
+                assert (text, ids, reason) == (choice["text"], choice["token_ids"], choice["finish_reason"])
+                assert not choice["logprobs"] or scores == choice["logprobs"]["token_logprobs"]
+
+    for ids, eos_after in ((LETTERS, 8), (emoji, 6)):
+        answers = []
+        for burst in (1, 2, 3, 5):
+            found: list[Any] = []
+            check(test, Script(ids=ids, burst=burst, eos_after=eos_after))
+            answers.append(found)
+        assert answers[1:] == answers[:1] * 3 and len(answers[0]) == len(bodies)
+
+
 def test_the_eos_token_counts_but_has_no_text() -> None:
     async def test(cluster: ScriptedCluster) -> None:
         answer = await cluster.complete(prompt="x", max_tokens=20, return_token_ids=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from decode.sampling import Choice, Sampler, complaint
+from decode.config import DecodeConfig
+from decode.engine import Engine
+from decode.room import make_engine
+from decode.sampling import Choice, complaint
 from decode.sequence import Sequence
 from kernels.sample import Draw, draw, noise_stream, uniform, weights
+from kvtransfer.layout import Field, KVLayout
 from kvtransfer.pages import SeqKV
+from model.batch import Batch
 from wire.messages import SamplingParams
 
 EOS = 1
@@ -43,8 +50,45 @@ def sequence(
     )
 
 
+class GivenLogits:
+    """Stands in for model.runner.Runner: row r of every step has the logits `rows`[r]. It has no KV."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+        self.config = SimpleNamespace(vocab_size=rows.shape[1], max_position_embeddings=4096)
+        self.layout = KVLayout.pack(256, [Field(0, "token", 0, 256, 1, stride=1)], [Field(0, "tail", 0, 1, 1, keep=1)])
+        self.arena = SimpleNamespace(pages=torch.zeros(2, 1), slots=torch.zeros(len(rows) + 1, 1))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return batch.slots
+
+    def logits(self, streams: torch.Tensor) -> torch.Tensor:
+        return self.rows[: len(streams)]
+
+
+def engine_of(sequences: list[Sequence], logits: torch.Tensor) -> Engine:
+    """An engine that gives sequence n `logits`[n] in every step."""
+    for number, each in enumerate(sequences, 1):
+        each.kv = SeqKV(number, [1])
+    runner: Any = GivenLogits(logits)
+    count = len(sequences)
+    config = DecodeConfig(model="", router="tcp://127.0.0.1:1", num_pages=2, num_slots=count + 1, max_batch=count)
+    return make_engine(config, runner, depth=0)
+
+
+def step(engine: Engine, sequences: list[Sequence]) -> list[Choice]:
+    engine.launch(sequences)
+    found, choices = engine.collect()
+    assert found == sequences
+    return choices
+
+
 def choose(sequences: list[Sequence], logits: torch.Tensor) -> list[Choice]:
-    return Sampler("cpu").sample(sequences, logits.clone())
+    """One step of a table that knew nothing of the sequences."""
+    before = logits.clone()
+    choices = step(engine_of(sequences, logits), sequences)
+    torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
+    return choices
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
@@ -171,7 +215,7 @@ def test_drawn_tokens_have_the_distribution_that_was_asked_for(params: SamplingP
     logits = random_logits(1, 12, seed=3)
     draws = 20_000
     sequences = [sequence(replace(params, seed=seed)) for seed in range(draws)]
-    tokens = [choice.token for choice in choose(sequences, logits.expand(draws, -1))]
+    tokens = [choice.tokens[0] for choice in choose(sequences, logits.expand(draws, -1))]
     weight = kept_by_numpy(logits[0].double().numpy(), params.temperature, params.top_k, params.top_p, params.min_p)
     expected = weight / weight.sum() * draws
     counts = np.bincount(tokens, minlength=12)
@@ -184,20 +228,20 @@ def test_token_depends_on_seed_sample_and_position_alone() -> None:
     params = replace(DRAWN, seed=9, temperature=1.5)
     logits = random_logits(40, 30, seed=5)
     rows = [sequence(replace(params, seed=n % 3), generated=[4] * (n % 5), sample=n % 4) for n in range(40)]
-    together = [choice.token for choice in choose(rows, logits)]
-    alone = [choose([row], logits[n : n + 1])[0].token for n, row in enumerate(rows)]
-    turned = [choice.token for choice in choose(rows[::-1], logits.flip(0))][::-1]
+    together = [choice.tokens for choice in choose(rows, logits)]
+    alone = [choose([row], logits[n : n + 1])[0].tokens for n, row in enumerate(rows)]
+    turned = [choice.tokens for choice in choose(rows[::-1], logits.flip(0))][::-1]
     assert together == alone == turned
     same = logits[:1].expand(60, -1)
-    assert len({c.token for c in choose([sequence(params, sample=n) for n in range(60)], same)}) > 5
-    assert len({c.token for c in choose([sequence(params, generated=[2] * n) for n in range(60)], same)}) > 5
+    assert len({c.tokens[0] for c in choose([sequence(params, sample=n) for n in range(60)], same)}) > 5
+    assert len({c.tokens[0] for c in choose([sequence(params, generated=[2] * n) for n in range(60)], same)}) > 5
 
 
 def test_any_integer_is_a_seed() -> None:
     logits = random_logits(4, 30)
     seeds = (-1, 2**64 - 1, 2**63, -(2**70))
     tokens = [
-        choice.token for choice in choose([sequence(replace(DRAWN, seed=seed)) for seed in seeds], logits[:1].expand(4, -1))
+        choice.tokens for choice in choose([sequence(replace(DRAWN, seed=seed)) for seed in seeds], logits[:1].expand(4, -1))
     ]
     assert tokens[0] == tokens[1]  # the same low 64 bits
 
@@ -207,7 +251,7 @@ def test_any_integer_is_a_seed() -> None:
 
 def test_greedy_takes_the_lowest_id_on_ties() -> None:
     logits = torch.tensor([[0.0, 2.0, 5.0, 5.0], [7.0, 7.0, 7.0, 7.0]])
-    assert [c.token for c in choose([sequence(GREEDY), sequence(GREEDY)], logits)] == [2, 0]
+    assert [c.tokens for c in choose([sequence(GREEDY), sequence(GREEDY)], logits)] == [[2], [0]]
 
 
 def penalized_by_numpy(logits: Floats, params: SamplingParams, prompt: list[int], generated: list[int]) -> Floats:
@@ -264,16 +308,16 @@ def test_greedy_with_penalties_agrees_with_numpy(
     found = choose([grown, sequence(GREEDY), retried], torch.stack((logits[0], logits[1], logits[0])))
     changed = penalized_by_numpy(logits[0].numpy().astype(np.float64), params, prompt, generated)
     best = np.flatnonzero(changed >= changed.max() - 1e-5)
-    assert found[0].token in best
-    assert found[2].token == found[0].token
-    assert found[1].token == int(logits[1].argmax())
+    assert found[0].tokens[0] in best
+    assert found[2].tokens == found[0].tokens
+    assert found[1].tokens == [int(logits[1].argmax())]
 
 
 def test_bias_comes_before_penalties() -> None:
     """As in vLLM V1: a bias that makes a logit positive is then divided by the repetition penalty."""
     params = replace(GREEDY, repetition_penalty=2.0, logit_bias=((2, 10.0),))
     logits = torch.tensor([[0.0, 0.0, -1.0, 5.0]])  # token 2: (-1 + 10) / 2 = 4.5; penalised first it would be -2 + 10 = 8
-    assert choose([sequence(params, [2])], logits)[0].token == 3
+    assert choose([sequence(params, [2])], logits)[0].tokens == [3]
 
 
 def test_min_p_comes_before_top_p() -> None:
@@ -283,24 +327,33 @@ def test_min_p_comes_before_top_p() -> None:
     assert (kept[0] > 0).tolist() == [True, False, False]
 
 
-def test_history_grows_with_the_sequence() -> None:
-    params = replace(GREEDY, max_tokens=1000, frequency_penalty=0.1, repetition_penalty=1.1)
+def test_the_table_counts_as_the_sequence_grows() -> None:
+    """A sequence that has generated here and one that comes back with its text penalise the same tokens."""
+    params = replace(
+        DRAWN, max_tokens=1000, temperature=2.0, frequency_penalty=0.2, presence_penalty=0.3, repetition_penalty=1.2
+    )
+    logits = random_logits(2, 30)
     grown = sequence(params, [3, 3, 4])
-    for n in range(700):
-        grown.append(n % 300)
-    retried = sequence(params, [3, 3, 4], grown.tokens[3:])
-    for history in (grown.history, retried.history):
-        assert history is not None
-        counts = dict(zip(history.ids.tolist(), history.counts.tolist(), strict=True))
-        assert counts == {n: 3.0 if n < 100 else 2.0 for n in range(300)}
+    engine, texts = engine_of([grown], logits[:1]), []
+    for _ in range(120):
+        [choice] = step(engine, [grown])
+        texts.append(choice.tokens)
+        if len(texts) % 20 == 1:
+            assert choose([sequence(params, [3, 3, 4], grown.tokens[3:])], logits[:1])[0].tokens == choice.tokens
+        grown.extend(choice.tokens)
+    assert len({text[0] for text in texts}) > 20
+    counts = np.bincount(grown.tokens[3:], minlength=30) * 2
+    counts[[3, 4]] += 1
+    assert engine.table.counts[1].tolist() == counts.tolist()
 
 
 def test_min_tokens_forbids_stopping_until_it_is_reached() -> None:
     params = replace(GREEDY, min_tokens=2, stop_token_ids=(3,))
     logits = torch.tensor([[0.0, 9.0, 1.0, 8.0]])
-    row, sampler, tokens, reasons = sequence(params), Sampler("cpu"), [], []
+    row, tokens, reasons = sequence(params), [], []
+    engine = engine_of([row], logits)
     for _ in range(3):
-        token = sampler.sample([row], logits.clone())[0].token
+        [token] = step(engine, [row])[0].tokens
         tokens.append(token)
         reasons.append(row.append(token))
     assert (tokens, reasons) == ([2, 2, 1], ["", "", "stop"])
@@ -325,17 +378,17 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
     logits = random_logits(3, 25, seed=8)
     choices = choose([sequence(GREEDY), sequence(params, generated=[2, 2]), sequence(replace(GREEDY, logprobs=0))], logits)
     reference = torch.log_softmax(logits.double(), dim=-1)
-    assert choices[0].logprob is None and choices[0].tops is None
-    assert choices[1].token == 2 and choices[1].logprob == pytest.approx(float(reference[1, 2]), abs=1e-5)
+    assert choices[0].logprobs is None and choices[0].tops is None
+    assert choices[1].tokens == [2] and choices[1].logprobs == pytest.approx([float(reference[1, 2])], abs=1e-5)
     values, ids = reference[1].topk(3)
-    assert choices[1].tops is not None and [top[0] for top in choices[1].tops] == ids.tolist()
-    assert [top[1] for top in choices[1].tops] == pytest.approx(values.tolist(), abs=1e-5)
-    assert choices[2].tops == [] and choices[2].logprob == pytest.approx(float(reference[2].max()), abs=1e-5)
+    assert choices[1].tops is not None and [top[0] for top in choices[1].tops[0]] == ids.tolist()
+    assert [top[1] for top in choices[1].tops[0]] == pytest.approx(values.tolist(), abs=1e-5)
+    assert choices[2].tops == [[]] and choices[2].logprobs == pytest.approx([float(reference[2].max())], abs=1e-5)
 
 
 def test_top_logprobs_order_ties_by_id() -> None:
     choice = choose([sequence(replace(GREEDY, logprobs=3))], torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]))[0]
-    assert choice.tops is not None and [top[0] for top in choice.tops] == [1, 2, 3]
+    assert choice.tops is not None and [top[0] for top in choice.tops[0]] == [1, 2, 3]
 
 
 # --- bad rows
@@ -348,8 +401,9 @@ def test_a_row_that_is_not_a_number_fails_alone(params: SamplingParams, poison: 
     healthy = choose([sequence(params) for _ in range(3)], logits)
     logits[1, 4] = poison
     choices = choose([sequence(params) for _ in range(3)], logits)
-    assert "logits are not usable" in choices[1].error and 0 <= choices[1].token < 10
-    assert [(c.token, c.error) for c in (choices[0], choices[2])] == [(healthy[0].token, ""), (healthy[2].token, "")]
+    assert "logits are not usable" in choices[1].error and choices[1].tokens == []
+    assert [(c.tokens, c.error) for c in (choices[0], choices[2])] == [(healthy[0].tokens, ""), (healthy[2].tokens, "")]
+    assert len(healthy[0].tokens) == len(healthy[2].tokens) == 1
 
 
 def test_a_row_with_nothing_left_says_so() -> None:
@@ -373,5 +427,15 @@ def test_complaints_name_the_field() -> None:
         "stop_token_ids": (100,),
     }
     for name, value in bad.items():
-        assert name in complaint(replace(DRAWN, **{name: value}), 100)  # type: ignore[arg-type]
-    assert complaint(replace(DRAWN, logit_bias=((99, -100.0),), stop_token_ids=(0,), logprobs=20), 100) == ""
+        assert name in complaint(replace(DRAWN, **{name: value}), 100, 100)  # type: ignore[arg-type]
+    assert complaint(replace(DRAWN, logit_bias=((99, -100.0),), stop_token_ids=(0,), logprobs=20), 100, 20) == ""
+    assert "logprobs" in complaint(replace(DRAWN, logprobs=21), 100, 20)
+
+
+def test_what_does_not_fit_into_the_table_is_refused() -> None:
+    stops = replace(DRAWN, stop_token_ids=tuple(range(16)))
+    assert complaint(stops, 1000, 20) == "", "without min_tokens any number will do"
+    assert "15 can be held back" in complaint(replace(stops, min_tokens=1), 1000, 20)
+    assert complaint(replace(stops, min_tokens=1, stop_token_ids=tuple(range(15)) * 2), 1000, 20) == ""
+    assert complaint(replace(DRAWN, logit_bias=tuple((n, 1.0) for n in range(512)) * 2), 1000, 20) == ""
+    assert "512" in complaint(replace(DRAWN, logit_bias=tuple((n, 1.0) for n in range(513))), 1000, 20)

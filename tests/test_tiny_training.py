@@ -55,7 +55,7 @@ def test_forward_is_the_served_forward(world: World, tmp_path: Path) -> None:
     runner = Runner(str(tmp_path), num_pages=4, num_slots=2)
     batch = Batch.build([Row(tokens=ids[0].tolist(), start=0, slot=1, pages=[1, 2, 3])], 256, runner.device)
     streams = runner.forward(batch)
-    _, drafts = runner.draft(streams, after[0], batch)
+    drafts = runner.draft_logits(runner.draft_streams(streams, after[0], batch))
     with torch.no_grad():
         ours = model.forward(ids, sparse=True).streams
         our_drafts = model.logits(model.draft(ours, after, None)[0].flatten(0, 1), "mtp.0.")

@@ -225,7 +225,7 @@ def test_a_model_without_mtp(tmp_path: Path) -> None:
     model = Runner(str(directory), num_pages=4, num_slots=2)
     streams, batch = golden.run(model, [(1, [5, 6], 0)])
     with pytest.raises(ValueError, match="no MTP layer"):
-        model.draft(streams, torch.tensor([6, 7]), batch)
+        model.draft_streams(streams, torch.tensor([6, 7]), batch)
 
 
 def test_identity_tells_checkpoints_apart(tmp_path: Path) -> None:

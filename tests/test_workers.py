@@ -201,10 +201,10 @@ class Cluster:
         config = PrefillConfig(model="fake", router=self.router.inbox.address, **sizes(runner), **values)
         return self._add(PrefillWorker(config, runner, self.context))  # type: ignore[arg-type]
 
-    def decode(self, runner: FakeRunner | None = None, **options: Any) -> Running:
+    def decode(self, runner: FakeRunner | None = None, depth: int = 0, **options: Any) -> Running:
         runner = runner or FakeRunner(num_pages=400, num_slots=16)
         config = DecodeConfig(model="fake", router=self.router.inbox.address, **sizes(runner), **options)
-        return self._add(DecodeWorker(config, runner, self.context))  # type: ignore[arg-type]
+        return self._add(DecodeWorker(config, runner, self.context, depth))  # type: ignore[arg-type]
 
     def _add(self, worker: PrefillWorker | DecodeWorker) -> Running:
         self.workers.append(Running(worker))

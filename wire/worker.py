@@ -26,6 +26,7 @@ from wire.options import option
 from wire.sockets import Inbox, Outbox, open_context
 
 REFUSED_EXIT = 3
+LOST_EXIT = 4
 LAST_WORDS_MS = 500  # what is still queued when the process ends, "gone" among it, may take that long to leave
 SWITCH_INTERVAL_S = 0.0005  # the transport's thread gets the interpreter within half a millisecond
 PUBLISH_PERIOD_S = 0.25
@@ -49,8 +50,10 @@ class WorkerConfig:
         "auto", choices=("auto", "fp8", "bf16", "fp32"), help="how KV rows are stored; auto: as the checkpoint"
     )
     page_tokens: int = option(256, help="tokens in a KV page")
-    num_pages: int = option(1024, help="KV pages; one is reserved")
+    num_pages: int = option(0, help="KV pages, one is reserved; 0: what a GPU's memory holds, 1024 on a CPU")
     num_slots: int = option(129, help="sequence slots; one is reserved")
+    memory_fraction: float = option(0.9, help="how much of a GPU's memory may be taken, weights and all")
+    max_context: int = option(0, help="tokens of the longest sequence; 0: as many as the model takes")
     transport: str = option(
         "auto",
         choices=("auto", "zeromq", "shm", "cuda_ipc"),
@@ -70,11 +73,18 @@ class WorkerConfig:
         if self.host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"--host {self.host} also needs --advertise: the name the router and other workers reach it by")
         require_key("--host", self.host, self.cluster_key, self.insecure)
-        self.require(num_pages=2, num_slots=2, page_tokens=1, threads=1, lanes=1, kv_floor=0)
+        self.require(num_pages=2 if self.num_pages else 0, num_slots=2, page_tokens=1, threads=1, lanes=1, kv_floor=0)
+        self.require(max_context=2 if self.max_context else 0)
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"--memory-fraction is {self.memory_fraction}; it must be more than 0 and at most 1")
         if self.lanes > 8:
             raise ValueError(f"--lanes is {self.lanes}; more than 8 connections to a peer only cost")
         if not 0 <= self.port < 65536:
             raise ValueError(f"--port is {self.port}; ports are 0 to 65535")
+
+    def longest(self, most: int) -> int:
+        """Tokens of the longest sequence, of a model that takes `most`."""
+        return min(self.max_context, most) if self.max_context else most
 
     def require(self, **least: int) -> None:
         """Raises ValueError for the first of these options that is less than it may be."""
@@ -138,7 +148,7 @@ class Presence:
     """A worker as others know it: its name, inbox and outbox, and the Status it keeps publishing.
 
     `join` makes it known. From then on the loop calls `stepped` after a step and `wait` when there is none to do; both
-    publish when it is time, and `wait` returns in a second at most.
+    publish when it is time, and `wait` returns in a second at most; `nap` while a device is still busy.
     """
 
     def __init__(self, role: str, config: WorkerConfig, context: zmq.Context[Any]) -> None:
@@ -165,7 +175,9 @@ class Presence:
         of all that is in hand."""
         self._identity, self._counts, self._live, self._bulk = identity, counts, live, bulk
         self._facts = {
-            "max_context": min(model.max_position_embeddings, counts()["total_pages"] * self._config.page_tokens),
+            "max_context": min(
+                self._config.longest(model.max_position_embeddings), counts()["total_pages"] * self._config.page_tokens
+            ),
             "vocab_size": model.vocab_size,
             "eos_token_id": model.eos_token_id,
             "bos_token_id": model.bos_token_id,
@@ -188,6 +200,13 @@ class Presence:
         self._publish(time.monotonic())
         longest_ms = IDLE_WAIT_MS if idle else LIVE_WAIT_MS
         self._poller.poll(longest_ms if max_wait_ms is None else max_wait_ms)
+
+    def nap(self, longest_ms: int) -> None:
+        """As `wait`, for a loop whose device is busy and which comes again at once: publishes only when it is time."""
+        now_s = time.monotonic()
+        if now_s >= self._next_publish_s:
+            self._publish(now_s)
+        self._poller.poll(longest_ms)
 
     def leave(self) -> None:
         """Says "gone" and closes the sockets."""
@@ -259,6 +278,14 @@ def leave_refused(message: Refused) -> NoReturn:
     """Says why the router does not want this worker, and ends the process."""
     print(f"refused: {message.reason}", file=sys.stderr, flush=True)
     raise SystemExit(REFUSED_EXIT)
+
+
+def leave_lost(role: str, reason: str) -> NoReturn:
+    """Ends a process whose device fails everything from now on: the router sends its requests elsewhere."""
+    print(
+        f"{role} can not go on: the device failed and this process can not use it again: {reason}", file=sys.stderr, flush=True
+    )
+    raise SystemExit(LOST_EXIT)
 
 
 def _leave(signal_number: int, frame: object) -> None:

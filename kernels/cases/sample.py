@@ -59,6 +59,7 @@ def edited(inputs: Inputs) -> Inputs:
         p.slots.copy_(number + 1)
         p.counts[1:, ::7] = 3
         p.counts[1:, 3::11] = 1
+        p.drafts[::2, :3] = torch.tensor([7, 8, 7], device=p.slots.device)
         p.repetition.copy_(torch.where(number % 3 == 1, 1.1, 1.0))
         p.presence.copy_(torch.where(number % 3 == 2, 0.5, 0.0))
         p.frequency.copy_(torch.where(number % 3 == 2, 0.25, 0.0))

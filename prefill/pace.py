@@ -1,0 +1,86 @@
+"""How far the host is ahead of the device, and how long each step took there."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from prefill.prompt import Chunk
+
+STEPS_AHEAD = 2  # one computes, one waits behind it; more would only choose their prompts too early
+
+
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def passed(self) -> bool: ...
+
+    def seconds_since(self, earlier: Any) -> float: ...
+
+
+class HostMark:
+    """On a CPU work is done when it returns."""
+
+    def __init__(self) -> None:
+        self._at_s = time.monotonic()
+
+    def passed(self) -> bool:
+        return True
+
+    def seconds_since(self, earlier: HostMark) -> float:
+        return self._at_s - earlier._at_s
+
+
+class CudaMark:
+    """Behind all that was started on the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def passed(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def seconds_since(self, earlier: CudaMark) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+def marks_of(device: torch.device) -> Callable[[], Mark]:
+    return (lambda: CudaMark(device)) if device.type == "cuda" else HostMark
+
+
+class Pace:
+    """Of the steps that are started and not yet over: `with pace.step(chunks): ...` starts one, `over` gives those that are
+    done. A step's time runs on the device, from the end of the one before where that is later."""
+
+    def __init__(self, mark: Callable[[], Mark]) -> None:
+        self._mark = mark
+        self._steps: deque[tuple[list[Chunk], Mark, Mark]] = deque()  # with begin and end
+
+    @property
+    def full(self) -> bool:
+        return len(self._steps) >= STEPS_AHEAD
+
+    @property
+    def still(self) -> bool:
+        return not self._steps
+
+    @contextmanager
+    def step(self, chunks: list[Chunk]) -> Iterator[None]:
+        """One that raises is forgotten."""
+        begin = self._mark()
+        yield
+        self._steps.append((chunks, begin, self._mark()))
+
+    def over(self) -> list[tuple[list[Chunk], float]]:
+        """(chunks, seconds) of the steps that have ended since the last call, in order."""
+        ended = []
+        while self._steps and self._steps[0][2].passed():
+            chunks, begin, end = self._steps.popleft()
+            ended.append((chunks, end.seconds_since(begin)))
+        return ended
