@@ -291,9 +291,9 @@ def new_codes(steps: Iterable[Codes], warm: Iterable[Codes]) -> dict[str, int]:
     return {kernel: len(left) for kernel, left in found.items() if left}
 
 
-# How many codes of a kernel may be missing. Splits are a constant, since that saves registers (128 in place of 168 or more): a server meets
-# the sizes of steps that it has captured. With few experts tiles grow as fast as what is sorted at once, and one pair of the
-# two is not met; with 256 experts all are.
+# How many codes of a kernel may be missing. Splits are a constant, since as an argument they cost 40 registers and more: a
+# server meets the sizes of steps that it has captured. With few experts tiles grow as fast as what is sorted at once, and one
+# pair of the two is not met; with 256 experts all are.
 MISSING = {"kernels.attention._combine": 6, "kernels.experts_portable.segments_kernel": 1}
 MOST = 40
 
