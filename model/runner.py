@@ -133,6 +133,11 @@ class Runner:
         """streams [R, hc_mult, hidden] -> float32 [R, vocab]."""
         return self.transformer.logits(streams)
 
+    def make_streams(self, rows: int) -> Tensor:
+        """Room for the streams of `rows` tokens: zeros [rows, hc_mult, hidden]."""
+        shape = rows, self.config.hc_mult, self.config.hidden_size
+        return torch.zeros(shape, dtype=self.transformer.dtype, device=self.device)
+
     @torch.inference_mode()
     def draft_streams(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> Tensor:
         """One MTP pass over the batch's positions (model/mtp.py): the MTP streams, [T, hc_mult, hidden]. `batch.tokens` is not
