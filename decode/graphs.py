@@ -275,5 +275,5 @@ def _message(step: Step, trail: Trail, error: Exception, captured: bool) -> str:
         advice = "python -m kernels.check tests every kernel on this card; --capture check tests each stage alone"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         advice += "; a smaller --max-batch or --num-pages leaves more memory"
-    where, why = trail.place(), trail.reason(error)
+    where, why = trail.place(error), trail.reason(error)
     return f"the step of {shape_name(step.rows, step.tokens)} {what}: {where}: {why}. {eager}. {advice}."

@@ -105,7 +105,7 @@ class Runner:
                     self.run_once(sequences, tokens)
             except Exception as error:  # whatever a compiler, a driver or an operation says is part of the message
                 raise RuntimeError(
-                    f"a step of {sequences} x {tokens} tokens fails: {trail.place()}: {trail.reason(error)}."
+                    f"a step of {sequences} x {tokens} tokens fails: {trail.place(error)}: {trail.reason(error)}."
                     " python -m kernels.check tests every kernel on this card."
                 ) from error
         if self.device.type == "cuda":

@@ -364,10 +364,11 @@ def test_no_length_asks_for_new_code_of_the_kernels_that_only_the_large_model_ru
                     for sequences in sizes
                     for case in (
                         indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, 2048, keys)),
+                        indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, few)),  # all of them
                         attention_cases.case(V4_FLASH, "", attention_cases.Shape(sequences, tokens, 512, True)),
                     )
                 ]
-                for sizes, keys in ((range(1, MOST + 1), 3008), (doubling(MOST), 4096))
+                for sizes, keys, few in ((range(1, MOST + 1), 3008, 64), (doubling(MOST), 4096, 448))
             )
             assert not specialised(found + warm) and not_allowed(new_codes(found, warm)) == {}
             kernels = {kernel for codes in found for kernel in codes}
