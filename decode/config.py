@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernels.sequences import MOST_DRAFTS
 from wire.options import option
 from wire.worker import WorkerConfig
 
@@ -19,8 +20,14 @@ class DecodeConfig(WorkerConfig):
         help="CUDA graphs of the steps; check: tests every stage of them, prints a table and ends. A CPU has none",
     )
 
+    speculate: int = option(
+        0, help="most tokens that the checkpoint's MTP layer guesses ahead in a step; texts stay the same. 0: none"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(max_batch=1)
+        self.require(max_batch=1, speculate=0)
+        if self.speculate > MOST_DRAFTS:
+            raise ValueError(f"--speculate is {self.speculate}; at most {MOST_DRAFTS} tokens can be guessed ahead")
         if self.capture == "check" and self.device != "cuda":
             raise ValueError("--capture check captures the steps of a GPU; it needs --device cuda")

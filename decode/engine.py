@@ -22,9 +22,11 @@ from model.runner import device_failure
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched: whose it is, and where its results arrive on the host when `landed` has happened."""
+    """A step that was launched: whose it is, with how many guesses each, and where its results arrive on the host when
+    `landed` has happened."""
 
     sequences: list[Sequence]
+    drafts: list[int]
     report: Tensor
     tops: tuple[Tensor, Tensor]
     landed: torch.cuda.Event | None
@@ -58,14 +60,20 @@ class Engine:
         self._words.write(sequences, self._graphs.step(len(sequences), tokens).rows)
         step = self._graphs.run(len(sequences), tokens, asks)
         tops = (self._to_host(step.tops[0]), self._to_host(step.tops[1])) if asks.tops >= 0 else step.tops
-        self._flights.append(Flight(list(sequences), self._to_host(step.report), tops, self._mark()))
+        drafts = [min(sequence.drafts, tokens - 1) for sequence in sequences]
+        for sequence in sequences:
+            sequence.drafts = tokens - 1
+        self._flights.append(Flight(list(sequences), drafts, self._to_host(step.report), tops, self._mark()))
 
     def collect(self) -> tuple[list[Sequence], list[Choice]]:
         """The sequences of the oldest step in flight and what each of them gets; waits for it."""
         flight = self._flights.popleft()
         if flight.landed is not None:
             flight.landed.synchronize()
-        return flight.sequences, read_choices(flight.sequences, flight.report, flight.tops)
+        choices = read_choices(flight.sequences, flight.report, flight.tops)
+        for choice, drafts in zip(choices, flight.drafts, strict=True):
+            choice.drafts = drafts
+        return flight.sequences, choices
 
     def lost(self) -> str:
         """Why this process can not use its device any more; empty while it can. What was launched is over afterwards."""

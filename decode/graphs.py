@@ -116,7 +116,7 @@ class _Captured:
 
 
 class Graphs:
-    """The steps of up to `max_batch` rows with `tokens` new tokens a row.
+    """The steps of up to `max_batch` rows with `tokens` new tokens a row; more than one is speculation.
 
     With a recorder the steps of `sizes` (as `batch_sizes`) are captured here and now, which raises CaptureFailed, and nothing
     is allocated afterwards. Without one a step runs when it is asked for, with exactly its rows.
@@ -144,8 +144,11 @@ class Graphs:
         if self._recorder is not None:
             return self._steps[next(size for size in self._sizes if size >= rows), tokens]
         if (rows, tokens) not in self._steps:
-            self._steps[rows, tokens] = Step(self._runner, self._table, rows, tokens)
+            self._steps[rows, tokens] = self._step(rows, tokens)
         return self._steps[rows, tokens]
+
+    def _step(self, rows: int, tokens: int) -> Step:
+        return Step(self._runner, self._table, rows, tokens, speculates=self._tokens[-1] > 1)
 
     @torch.inference_mode()
     def run(self, rows: int, tokens: int, asks: Asks) -> Step:
@@ -183,7 +186,7 @@ class Graphs:
         largest first, as the others fit into the pool then."""
         begin_s = time.monotonic()
         shapes = [(rows, tokens) for rows in reversed(self._sizes) for tokens in reversed(self._tokens)]
-        self._steps = {shape: Step(self._runner, self._table, *shape) for shape in shapes}
+        self._steps = {shape: self._step(*shape) for shape in shapes}
         rulers = Ruler(self._table.words.device), Ruler(self._table.words.device)
         for step in self._steps.values():
             with _explained(step, captured=False), recorder.running():
@@ -272,5 +275,5 @@ def _message(step: Step, trail: Trail, error: Exception, captured: bool) -> str:
         advice = "python -m kernels.check tests every kernel on this card; --capture check tests each stage alone"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         advice += "; a smaller --max-batch or --num-pages leaves more memory"
-    where, why = trail.place(), trail.reason(error)
+    where, why = trail.place(error), trail.reason(error)
     return f"the step of {shape_name(step.rows, step.tokens)} {what}: {where}: {why}. {eager}. {advice}."

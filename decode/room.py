@@ -14,16 +14,20 @@ from model.batch import TABLE_STEP
 from model.memory import TRIAL, CudaGauge, Gauge, kv_room
 from model.runner import Runner, doubling
 
-STEP_TOKENS = (1,)  # new tokens a row: a sequence's next one, and no guesses behind it
 _log = logging.getLogger("decode")
 
 
 def make_engine(config: DecodeConfig, runner: Runner, depth: int) -> Engine:
     """Gives `runner` its KV memory where --num-pages leaves that open, and captures. depth: steps in flight while the
-    next one is launched. Raises CaptureFailed, or ValueError when the memory is too small."""
+    next one is launched. Raises CaptureFailed, or ValueError when the memory is too small or there is no MTP layer."""
+    if config.speculate and not runner.config.num_nextn_predict_layers:
+        raise ValueError(
+            f"--speculate {config.speculate} needs a checkpoint with an MTP layer, and this one's num_nextn_predict_layers is 0"
+        )
+    tokens = range(1, config.speculate + 2)  # of each row of a step: its next one, and guesses behind it
     spare_pages = runner.layout.pages_for((depth + 2) * (MOST_DRAFTS + 1))  # steps in flight, this one, guesses behind it
     table = make_table(config, runner, spare_pages)
-    return Engine(table, make_graphs(config, runner, table, STEP_TOKENS), spare_pages, depth)
+    return Engine(table, make_graphs(config, runner, table, tokens), spare_pages, depth)
 
 
 def make_table(config: DecodeConfig, runner: Runner, spare_pages: int) -> SequenceTable:

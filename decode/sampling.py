@@ -33,6 +33,7 @@ class Choice:
     error: str = ""  # not empty: there is no token behind `tokens`, and this is why
     logprobs: list[float] | None = None  # one a token, as the next one
     tops: list[list[list[float]]] | None = None  # [id, logprob] each, most likely first, lowest id first on ties
+    drafts: int = 0  # guesses that were compared with the tokens, whose last one is no guess
 
 
 class Wishes:

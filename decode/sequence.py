@@ -30,6 +30,7 @@ class Sequence:
     arrived_s: float
     first_token_s: float = 0.0
     in_flight: list[int] = field(default_factory=list)
+    drafts: int = 0  # guesses behind its next token that the last step with it leaves
     over: bool = False  # nobody wants its tokens any more
 
     @property

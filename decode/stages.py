@@ -47,7 +47,7 @@ def check(
     gaps = 0
     for rows in sorted(sizes, reverse=True):
         for count in sorted(tokens, reverse=True):
-            outcomes = check_step(Step(runner, table, rows, count), recorder)
+            outcomes = check_step(Step(runner, table, rows, count, speculates=max(tokens) > 1), recorder)
             wrong = sum(outcome.gap for outcome in outcomes)
             show(f"{shape_name(rows, count)}: {len(outcomes)} stages, {wrong} with a gap")
             if wrong or (rows, count) == (max(sizes), max(tokens)):

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from kernels.launch import stage
-from kernels.sample import sample
-from kernels.sequences import SequenceTable, begin_step, finish_step, row_parameters
+from kernels.sample import Sampled, sample
+from kernels.sequences import SequenceTable, begin_draft, begin_step, finish_step, keep_draft, row_parameters
+from kernels.streams import take_rows
+from kernels.workspace import frame
 from model.batch import Batch
 from model.runner import Runner
 
@@ -27,26 +29,35 @@ class Asks:
 class Step:
     """`rows` sequences with `tokens` new tokens each. Reads nothing but the table, and writes nothing but the table, the
     arena and its own tensors: `report` (kernels.sequences.Finished) and `tops`, of every row ids and log probabilities.
+
+    speculates: every token leaves its row of the MTP layer, and the step ends with `tokens` - 1 drafts in the table. With one
+    token that is none, but those that are made later look back on its row.
     """
 
-    def __init__(self, runner: Runner, table: SequenceTable, rows: int, tokens: int) -> None:
-        self._runner, self._table = runner, table
+    def __init__(self, runner: Runner, table: SequenceTable, rows: int, tokens: int, speculates: bool = False) -> None:
+        self._runner, self._table, self._speculates = runner, table, speculates
         self.rows, self.tokens = rows, tokens
         self.device = device = table.words.device
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        self._batch = Batch(
-            tokens=zeros(rows * tokens),
-            positions=zeros(rows * tokens),
-            sequence_ids=torch.arange(rows, device=device).repeat_interleave(tokens),
-            starts=zeros(rows),
-            cu_tokens=torch.arange(rows + 1, device=device) * tokens,
-            slots=zeros(rows),
-            page_table=zeros(rows, table.pages.shape[1]),
-            longest=tokens,
-        )
+        def batch(longest: int, page_table: Tensor) -> Batch:
+            return Batch(
+                tokens=zeros(rows * longest),
+                positions=zeros(rows * longest),
+                sequence_ids=torch.arange(rows, device=device).repeat_interleave(longest),
+                starts=zeros(rows),
+                cu_tokens=torch.arange(rows + 1, device=device) * longest,
+                slots=zeros(rows),
+                page_table=page_table,
+                longest=longest,
+            )
+
+        self._batch = batch(tokens, zeros(rows, table.pages.shape[1]))
+        if speculates and tokens > 2:
+            self._behind = batch(1, self._batch.page_table)  # a draft that comes behind another
+            self._kept = runner.make_streams(rows)  # the MTP streams that it starts from
         self.report, self.tops = zeros(0), (zeros(0), zeros(0))
 
     def forward(self) -> None:
@@ -57,11 +68,42 @@ class Step:
         self._logits = self._runner.logits(self._streams)
 
     def finish(self, asks: Asks) -> None:
-        """From logits to tokens, which are the table's next ones, and to what the host is told."""
-        slots = self._batch.slots
+        """From logits to tokens, which are the table's next ones, to what the host is told, and to the drafts behind them."""
         with stage("sample"):
-            parameters = row_parameters(self._table, slots, self.tokens, edits=asks.edits)
-            sampled = sample(self._logits, parameters, asks.draws, asks.edits, asks.tops)
+            sampled = self._sample(self._logits, asks, asks.tops)
         with stage("finish"):
-            finished = finish_step(self._table, slots, sampled, self.tokens)
+            finished = finish_step(self._table, self._batch.slots, sampled, self.tokens)
         self.report, self.tops = finished.report, (sampled.top_ids, sampled.top_logprobs)
+        if self._speculates and self.tokens == 1:
+            with frame():
+                self._runner.store_draft_rows(self._streams, sampled.ids, self._batch)
+        elif self._speculates:
+            self._draft(sampled.ids, finished.chosen, asks)
+
+    def _draft(self, ids: Tensor, chosen: Tensor, asks: Asks) -> None:
+        """ids [B * T]: the token behind each of the step's. chosen [B]: the rows of the last ones that count. KV rows behind
+        them are of tokens that were not taken; the step that comes to their positions writes them again before it reads."""
+        with frame():
+            every = self._runner.draft_streams(self._streams, ids, self._batch)
+            with stage("draft 1"):
+                self._keep(take_rows(every, chosen), 0, asks)
+        for drafted in range(1, self.tokens - 1):
+            with frame():
+                with stage(f"draft {drafted + 1}: begin"):
+                    begin_draft(self._table, self._behind, self._behind.tokens, drafted)
+                streams = self._runner.draft_streams(self._kept, self._behind.tokens, self._behind)
+                with stage(f"draft {drafted + 1}"):
+                    self._keep(streams, drafted, asks)
+
+    def _keep(self, streams: Tensor, drafted: int, asks: Asks) -> None:
+        """From MTP streams [B, n, hidden] to the draft that comes behind `drafted` others."""
+        sampled = self._sample(self._runner.draft_logits(streams), asks, -1, drafted)
+        keep_draft(self._table, self._batch.slots, sampled.ids, drafted)
+        if drafted + 2 < self.tokens:
+            self._kept.copy_(streams)
+
+    def _sample(self, logits: Tensor, asks: Asks, tops: int, drafted: int = 0) -> Sampled:
+        """A draft is drawn as the token that it stands for, noise and all: so the two agree as often as they can."""
+        slots = self._batch.slots
+        parameters = row_parameters(self._table, slots, len(logits) // len(slots), drafted, asks.edits)
+        return sample(logits, parameters, asks.draws, asks.edits, tops)

@@ -14,11 +14,13 @@ import zmq
 
 import wire.worker
 from decode.config import DecodeConfig
+from decode.graphs import batch_sizes
 from decode.request import Limits
 from decode.room import make_engine
 from decode.sampling import MOST_TOPS
 from decode.scheduler import Scheduler
 from decode.sequence import Sequence
+from decode.speculation import Speculation
 from kvtransfer.layout import identity_fingerprint
 from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Receiver
@@ -30,7 +32,6 @@ from wire.messages import Abort, Offer, Ready, Refused
 from wire.worker import Presence
 
 ARRIVAL_TIMEOUT_S = 10.0  # from Ready to the last byte
-STEP_TOKENS = 1  # of each sequence in a step: its next one, and no guesses behind it
 _log = logging.getLogger("decode")
 
 
@@ -68,6 +69,8 @@ class Worker:
             self._presence.outbox.send,
             self.metrics,
         )
+        self._max_batch = config.max_batch
+        self._speculation = Speculation(config.speculate, batch_sizes(config.max_batch))
         self._busy_since_s = 0.0  # when the engine began with the oldest step in flight
         self._presence.join(identity, model, config.max_batch, self._counts, self.scheduler.live, self._transport)
 
@@ -83,9 +86,10 @@ class Worker:
         self.scheduler.settle(self._receiver.poll(now_s), now_s)
         self.scheduler.expire(now_s)
         self.scheduler.admit(now_s)
-        batch = self.scheduler.next_batch(STEP_TOKENS)
+        tokens = self._speculation.tokens(min(len(self.scheduler.running), self._max_batch))
+        batch = self.scheduler.next_batch(tokens)
         if batch:
-            self._launch(batch, now_s)
+            self._launch(batch, tokens, now_s)
         if self._engine.in_flight > (self._engine.depth if batch else 0):
             self._collect()
         elif not batch:
@@ -110,11 +114,11 @@ class Worker:
                 case _:
                     self.metrics.add("misdirected")
 
-    def _launch(self, batch: list[Sequence], now_s: float) -> None:
+    def _launch(self, batch: list[Sequence], tokens: int, now_s: float) -> None:
         if not self._engine.in_flight:
             self._busy_since_s = now_s
         try:
-            self._engine.launch(batch, STEP_TOKENS)
+            self._engine.launch(batch, tokens)
         except Exception as error:  # whatever the model raises ends these sequences, not the worker
             _log.exception("a step of %d sequences failed", len(batch))
             self._leave_if_lost()
@@ -127,6 +131,12 @@ class Worker:
             self._leave_if_lost()
             raise
         now_s = time.monotonic()
+        outcomes = [
+            (choice.drafts, len(choice.tokens) - 1)
+            for sequence, choice in zip(batch, choices, strict=True)
+            if choice.tokens and not sequence.over
+        ]
+        self._speculation.landed(len(batch), batch[0].in_flight[0], now_s - self._busy_since_s, outcomes)
         self.scheduler.advance(batch, choices, now_s)
         self._presence.stepped(sum(len(choice.tokens) for choice in choices), self._busy_since_s, now_s)
         self._busy_since_s = now_s
@@ -138,6 +148,7 @@ class Worker:
 
     def _counts(self) -> dict[str, int]:
         scheduler = self.scheduler
+        self._speculation.report(self.metrics)
         queued, running = len(scheduler.queued) + len(scheduler.arriving), len(scheduler.running)
         return {**scheduler.pool.counts(), "queued": queued, "running": running}
 

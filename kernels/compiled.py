@@ -90,7 +90,7 @@ def compile_launch(
         made = kernel.warmup(*args, grid=grid, **options)
     except Exception as error:  # whatever the compiler says is what the table reports
         key = name + variant
-        return key, None if key in seen else Compiled(name, variant, arch, error=first_line(error))
+        return key, None if key in seen else Compiled(name, variant, arch, error=cause_line(error))
     return made.hash, None if made.hash in seen else _resources(made, name, variant, arch)
 
 
@@ -117,7 +117,8 @@ def _resources(made: Any, name: str, variant: str, arch: int) -> Compiled:
     return Compiled(name, variant, arch, made.metadata.shared, registers, spilled, warps)
 
 
-def first_line(error: BaseException) -> str:
-    """Its type and the last line of what it says."""
+def cause_line(error: BaseException) -> str:
+    """Its type and the line that says what is wrong: torch begins with it, compilers end with it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"
+    said = lines[0 if isinstance(error, RuntimeError) else -1] if lines else ""
+    return f"{type(error).__name__}: {said[:200]}"

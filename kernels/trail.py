@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CalledProcessError
+from traceback import extract_tb
 from typing import Any
 
 from triton.runtime.errors import OutOfResources
 
 from kernels import backend
-from kernels.compiled import compile_launch, first_line
+from kernels.compiled import Compiled, cause_line, compile_launch
 from kernels.launch import launches_go_to, stages_go_to
 
 BLOCK_REGISTERS = 65_536
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +60,19 @@ class Trail:
         self.launch = None
         self.kernels += 1
 
-    def place(self) -> str:
-        """In words, for a message."""
-        stage = self.stage or "between its stages"
-        kernel = f"kernel {self.launch.name}" if self.launch is not None else "not at the start of a kernel"
-        return f"{stage}, {kernel}, {backend.active().name}"
+    def place(self, error: BaseException) -> str:
+        """Where it was raised, in words: the stage, the kernel or else the line, and the card."""
+        kernel = f"kernel {self.launch.name}" if self.launch is not None else _line(error)
+        return f"{self.stage or 'between its stages'}, {kernel}, {backend.active().name}"
 
     def reason(self, error: BaseException) -> str:
         """What was asked for and what the card has, where that is the trouble; else what the error says."""
-        card, said = backend.active(), first_line(error)
+        card, said = backend.active(), cause_line(error)
         if isinstance(error, OutOfResources):
             said = f"it needs {error.required} of {error.name}, the card has {error.limit}"
         if self.launch is None or not card.arch or backend.INTERPRETED:
             return said
-        _, made = compile_launch(card.arch, self.launch.kernel, self.launch.grid, self.launch.args, self.launch.options)
+        made = _compiled(self.launch, card.arch)
         if made is None or made.error:
             return said if made is None or made.error == said else f"{said}; compiled anew: {made.error}"
         threads = 32 * made.warps
@@ -77,3 +80,19 @@ class Trail:
             f"{said}; it takes {made.shared_bytes} B of shared memory (a block has {card.shared_bytes})"
             f" and {made.registers} registers in {threads} threads (a block has {BLOCK_REGISTERS})"
         )
+
+
+def _compiled(launch: Launch, arch: int) -> Compiled | None:
+    """None where the program that reads machine code is missing."""
+    try:
+        return compile_launch(arch, launch.kernel, launch.grid, launch.args, launch.options)[1]
+    except (OSError, CalledProcessError):
+        return None
+
+
+def _line(error: BaseException) -> str:
+    """The innermost line of ours; an environment may lie in a hidden folder beside it."""
+    frames = [(Path(frame.filename), frame.lineno) for frame in extract_tb(error.__traceback__)]
+    inside = [(path.relative_to(ROOT), line) for path, line in frames if path.is_relative_to(ROOT)]
+    ours = [f"{path}:{line}" for path, line in inside if not path.parts[0].startswith(".")]
+    return ours[-1] if ours else "outside any kernel"

@@ -13,7 +13,8 @@ ALIGNMENT = 256  # bytes
 
 
 class Workspace:
-    """`with workspace.active(): ...` makes `empty` below take from it; `frame()` gives back what was taken inside.
+    """`with workspace.active(): ...` makes `empty` below take from it; `frame()` gives back what was taken inside. One that
+    begins before the first flip may flip itself.
 
     Addresses depend only on the order of the calls, so a captured step finds its tensors where they were.
     """
@@ -41,11 +42,11 @@ class Workspace:
 
     @contextmanager
     def frame(self) -> Iterator[None]:
-        used = self._used
+        before = self._used, self._end, self._first, self._other_half
         try:
             yield
         finally:
-            self._used = used
+            self._used, self._end, self._first, self._other_half = before
 
     def flip(self) -> None:
         """Goes on in the other half of what is left, emptied; what was taken since the last flip stays until the next.

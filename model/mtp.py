@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kernels.embed import embed
 from kernels.gemm import LinearWeight, linear
+from kernels.launch import stage
 from kernels.norm import rms_norm, rms_norm_quantise
 from kernels.ragged import Ragged
 from kernels.rope import rotation
@@ -38,8 +39,10 @@ class MTP:
     def forward(self, streams: Tensor, next_tokens: Tensor, batch: Ragged, cache: LayerCache) -> Tensor:
         """streams [T, n, hidden] of the batch's positions and the id that follows each [T] -> MTP streams [T, n, hidden].
         Row p is stored at position p. A second draft takes the MTP streams and the first draft at position p+1."""
-        turn = rotation(batch.positions, self.frequencies)
-        return through(self._joined(streams, next_tokens), self.block.sublayers(next_tokens, batch, turn, cache))
+        with stage(f"{PREFIX}: token and streams"):
+            turn = rotation(batch.positions, self.frequencies)
+            joined = self._joined(streams, next_tokens)
+        return through(joined, self.block.sublayers(next_tokens, batch, turn, cache))
 
     def logits(self, streams: Tensor) -> Tensor:
         """MTP streams [R, n, hidden] -> float32 [R, vocab]."""
@@ -48,8 +51,9 @@ class MTP:
     def store(self, streams: Tensor, next_tokens: Tensor, batch: Ragged, cache: LayerCache) -> None:
         """Stores the rows that `forward` stores and does nothing else: a row depends on nothing but its own position's
         streams and next token. Enough where later drafts will look back and none is made now."""
-        turn = rotation(batch.positions, self.frequencies)
-        self.block.store(self._joined(streams, next_tokens), batch, turn, cache)
+        with stage(f"{PREFIX}: rows alone"):
+            turn = rotation(batch.positions, self.frequencies)
+            self.block.store(self._joined(streams, next_tokens), batch, turn, cache)
 
     def _joined(self, streams: Tensor, next_tokens: Tensor) -> Tensor:
         """What the block starts from, [T, n, hidden]."""

@@ -105,7 +105,7 @@ class Runner:
                     self.run_once(sequences, tokens)
             except Exception as error:  # whatever a compiler, a driver or an operation says is part of the message
                 raise RuntimeError(
-                    f"a step of {sequences} x {tokens} tokens fails: {trail.place()}: {trail.reason(error)}."
+                    f"a step of {sequences} x {tokens} tokens fails: {trail.place(error)}: {trail.reason(error)}."
                     " python -m kernels.check tests every kernel on this card."
                 ) from error
         if self.device.type == "cuda":
@@ -132,6 +132,11 @@ class Runner:
     def logits(self, streams: Tensor) -> Tensor:
         """streams [R, hc_mult, hidden] -> float32 [R, vocab]."""
         return self.transformer.logits(streams)
+
+    def make_streams(self, rows: int) -> Tensor:
+        """Room for the streams of `rows` tokens: zeros [rows, hc_mult, hidden]."""
+        shape = rows, self.config.hc_mult, self.config.hidden_size
+        return torch.zeros(shape, dtype=self.transformer.dtype, device=self.device)
 
     @torch.inference_mode()
     def draft_streams(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> Tensor:

@@ -7,6 +7,8 @@ arena, so a page that is lost, shared wrongly or overwritten changes the text; `
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -63,10 +65,18 @@ CONFIG = ModelConfig(
 class FakeRunner:
     """Stands in for model.runner.Runner. `fail` makes the next steps raise, `nan_slots` poisons rows of these slots."""
 
-    def __init__(self, page_tokens: int = 4, num_pages: int = 400, num_slots: int = 16, name: str = "fake") -> None:
-        self.config = CONFIG
+    def __init__(
+        self,
+        page_tokens: int = 4,
+        num_pages: int = 400,
+        num_slots: int = 16,
+        name: str = "fake",
+        config: ModelConfig = CONFIG,
+        more_rings: Sequence[Field] = (),
+    ) -> None:
+        self.config = config
         pages = [Field(0, "token", 0, page_tokens, ID_BYTES, stride=1)]
-        slots = [Field(0, "tail", 0, RING, ID_BYTES, keep=TAIL)]
+        slots = [Field(0, "tail", 0, RING, ID_BYTES, keep=TAIL), *more_rings]
         self.layout = KVLayout.pack(page_tokens, pages, slots)
         self.arena = Arena(self.layout, num_pages, num_slots)
         self.arena.pages.fill_(0x77)
@@ -111,6 +121,39 @@ class FakeRunner:
 
     def logits(self, streams: Tensor) -> Tensor:
         return fake_logits(streams[:, 0, 0])
+
+
+class FakeDrafter(FakeRunner):
+    """With an MTP layer, whose KV is the checksum of each position's history and the token behind it, in a ring of the slot.
+    Two of three drafts are right; where the row before is missing or another's, hardly any."""
+
+    def __init__(self, page_tokens: int = 4, num_pages: int = 400, num_slots: int = 16, name: str = "drafter") -> None:
+        ring = Field(1, "window", 0, RING, ID_BYTES, keep=1)
+        config = replace(CONFIG, num_nextn_predict_layers=1, compress_ratios=(0, 0))
+        super().__init__(page_tokens, num_pages, num_slots, name, config, [ring])
+        self._drafted = self.arena.slot_field(self.layout.slot[1]).view(torch.int64)[:, :, 0]
+
+    def make_streams(self, rows: int) -> Tensor:
+        return torch.zeros(rows, 1, 1, dtype=torch.int64)
+
+    def store_draft_rows(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> None:
+        self.draft_streams(streams, next_tokens, batch)
+
+    def draft_streams(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> Tensor:
+        sums = (streams[:, 0, 0] * 31 + next_tokens + 1) % PRIME
+        found = sums.clone()
+        for row in range(len(batch.starts)):
+            slot, start = int(batch.slots[row]), int(batch.starts[row])
+            for place in range(int(batch.cu_tokens[row]), int(batch.cu_tokens[row + 1])):
+                position = start + place - int(batch.cu_tokens[row])
+                self._drafted[slot, position % RING] = sums[place]
+                if position and self._drafted[slot, (position - 1) % RING] != streams[place, 0, 0]:
+                    found[place] += 17
+        return found[:, None, None]
+
+    def draft_logits(self, streams: Tensor) -> Tensor:
+        sums = streams[:, 0, 0]
+        return fake_logits(torch.where(sums % 3 == 0, sums + 1, sums))
 
 
 def checksum(tokens: list[int]) -> int:

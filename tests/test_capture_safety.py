@@ -53,11 +53,12 @@ CREATES_NOTHING = (
     "t.",
     "detach",
     "unbind",
+    "copy_",
 )
 
 
 class NothingNew(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses every torch operation but views: results come from the workspace, through kernels."""
+    """Refuses every torch operation but views and copies in place: results come from the workspace, through kernels."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removeprefix("aten.")
@@ -178,14 +179,27 @@ def test_a_chunk_of_a_prompt_reads_nothing_on_the_host(name: str, target: backen
 class ShapesRunner:
     """What a decode step calls of a Runner, without data."""
 
-    def __init__(self, main: Transformer, caches: list[LayerCache], layout: KVLayout) -> None:
-        self._main, self._caches, self.layout = main, caches[: len(main.layers)], layout
+    def __init__(self, main: Transformer, mtp: MTP, caches: list[LayerCache], layout: KVLayout) -> None:
+        self._main, self._mtp, self._caches, self.layout = main, mtp, caches, layout
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        return self._main.forward(batch, self._caches)
+        return self._main.forward(batch, self._caches[: len(self._main.layers)])
 
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
         return self._main.logits(streams)
+
+    def make_streams(self, rows: int) -> torch.Tensor:
+        config = self._main.config
+        return torch.zeros(rows, config.hc_mult, config.hidden_size, dtype=self._main.dtype, device=META)
+
+    def draft_streams(self, streams: torch.Tensor, next_tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self._mtp.forward(streams, next_tokens, batch, self._caches[-1])
+
+    def draft_logits(self, streams: torch.Tensor) -> torch.Tensor:
+        return self._mtp.logits(streams)
+
+    def store_draft_rows(self, streams: torch.Tensor, next_tokens: torch.Tensor, batch: Batch) -> None:
+        self._mtp.store(streams, next_tokens, batch, self._caches[-1])
 
 
 ASKS = [Asks(draws, edits, tops) for draws, edits, tops in product((False, True), (False, True), (-1, 0, 1, 20))]
@@ -193,29 +207,47 @@ ASKS = [Asks(draws, edits, tops) for draws, edits, tops in product((False, True)
 
 @pytest.mark.parametrize("name", golden.CASES)
 @pytest.mark.parametrize("sequences", [1, 8, 64])
-def test_a_whole_decode_step_can_be_captured(name: str, sequences: int, target: backend.Backend) -> None:
-    """From the table to the report, whatever the rows want and however many drafts are verified."""
-    main, _, caches = shapes_of(name, target)
-    vocab = main.config.vocab_size
-    runner = cast(Runner, ShapesRunner(main, caches, kv_layout(main.config, "fp8" if main.config.quantised else "fp32")))
-    table, workspace = SequenceTable.make(sequences, sequences + 1, 64, vocab, META), Workspace(512 << 20, META)
+@pytest.mark.parametrize("speculates", [False, True])
+def test_a_whole_decode_step_can_be_captured(name: str, sequences: int, speculates: bool, target: backend.Backend) -> None:
+    """From the table to the report and the drafts behind it, whatever the rows want and however many drafts are verified."""
+    main, mtp, caches = shapes_of(name, target)
+    layout = kv_layout(main.config, "fp8" if main.config.quantised else "fp32")
+    runner = cast(Runner, ShapesRunner(main, mtp, caches, layout))
+    table = SequenceTable.make(sequences, sequences + 1, 64, main.config.vocab_size, META)
+    forward_space, finish_space = Workspace(512 << 20, META), Workspace(512 << 20, META)
     for tokens in range(1, MOST_DRAFTS + 2):
         started: list[str] = []
-        step = Step(runner, table, sequences, tokens)
+        step = Step(runner, table, sequences, tokens, speculates)
         with launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)):  # noqa: B023
             step.forward()  # constants are made once, before a capture
             started.clear()
-            with workspace.active(), NothingNew():  # type: ignore[no-untyped-call]
+            with forward_space.active(), NothingNew():  # type: ignore[no-untyped-call]
                 step.forward()
-                assert started[0] == "_begin_step" and len(started) > 10 * len(main.layers)
-                for asks in ASKS:
-                    started.clear()
-                    with workspace.frame():
-                        step.finish(asks)
-                    mass = ["_mass_kernel"] if asks.draws else []
-                    assert started == ["_row_parameters", "_scan_kernel", *mass, "_choose_kernel", "_finish_step"]
-                    assert step.report.shape == (sequences, 2 + 2 * tokens)
-                    assert [tops.shape for tops in step.tops] == [(sequences * tokens, max(asks.tops, 0))] * 2
+            assert started[0] == "_begin_step" and len(started) > 10 * len(main.layers)
+            for asks in ASKS:
+                started.clear()
+                with finish_space.active(), NothingNew():  # type: ignore[no-untyped-call]
+                    step.finish(asks)
+                draw = ["_row_parameters", "_scan_kernel", *["_mass_kernel"] * asks.draws, "_draw_kernel"]
+                own = [*draw, "_finish_step"]
+                assert started[: len(own)] == own
+                check_drafts(started[len(own) :], tokens, speculates, [*draw, "_keep_draft"])
+                assert step.report.shape == (sequences, 2 + 2 * tokens)
+                assert [tops.shape for tops in step.tops] == [(sequences * tokens, max(asks.tops, 0))] * 2
+
+
+def check_drafts(started: list[str], tokens: int, speculates: bool, kept: list[str]) -> None:
+    """The kernels behind a step's own: a pass of the MTP layer and what keeps its draft, for each draft; or only rows."""
+    if not speculates:
+        assert not started
+        return
+    passes = max(tokens - 1, 1)
+    assert started.count("_join_streams") == started.count("_kv_rows") == passes
+    ends = [at for at, kernel in enumerate(started) if kernel == "_keep_draft"]
+    assert len(ends) == tokens - 1 and started.count("_begin_draft") == max(tokens - 2, 0)
+    assert ("swiglu_kernel" in started) == (tokens > 1), "a stored row needs no experts"
+    for end in ends:
+        assert started[end + 1 - len(kept) : end + 1] == kept
 
 
 @pytest.mark.parametrize("drafted", range(MOST_DRAFTS))
@@ -332,10 +364,11 @@ def test_no_length_asks_for_new_code_of_the_kernels_that_only_the_large_model_ru
                     for sequences in sizes
                     for case in (
                         indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, 2048, keys)),
+                        indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, few)),  # all of them
                         attention_cases.case(V4_FLASH, "", attention_cases.Shape(sequences, tokens, 512, True)),
                     )
                 ]
-                for sizes, keys in ((range(1, MOST + 1), 3008), (doubling(MOST), 4096))
+                for sizes, keys, few in ((range(1, MOST + 1), 3008, 64), (doubling(MOST), 4096, 448))
             )
             assert not specialised(found + warm) and not_allowed(new_codes(found, warm)) == {}
             kernels = {kernel for codes in found for kernel in codes}

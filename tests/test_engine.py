@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,8 +15,9 @@ from decode.config import DecodeConfig
 from decode.room import make_engine
 from decode.sequence import Sequence
 from decode.step import Asks, Step
+from decode.words import Uploads
 from kernels.sample import noise_stream
-from kernels.sequences import write_words
+from kernels.sequences import SequenceTable, write_words
 from kvtransfer.pages import SeqKV
 from tests.fake_runner import EOS, FakeRunner, expected_text
 from wire.messages import SamplingParams
@@ -189,3 +192,32 @@ def test_the_sampler_is_asked_for_no_more_than_the_batch_wants(monkeypatch: pyte
         (False, True, -1),
         (False, False, -1),
     ]
+
+
+class Copied:
+    """Stands in for torch.cuda.Event: what a pinned buffer held when its copy was enqueued must be there until it is over."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def synchronize(self) -> None:
+        self.calls.append("wait")
+
+    def record(self) -> None:
+        self.calls.append("record")
+
+
+def test_more_pairs_than_a_buffer_holds_go_in_rounds_that_wait_for_their_own_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode.words.PAIRS", 3)
+    table = SequenceTable.make(2, 3, 4, 5, "cpu")
+    uploads, copied = Uploads(table), [Copied(), Copied()]
+    uploads._landing = torch.zeros(3, 2, dtype=torch.int32)
+    rounds: Any = deque((torch.zeros(3, 2, dtype=torch.int32), event) for event in copied)
+    uploads._rounds = rounds
+    first, width = table.place("counts")
+    pairs = np.array([[first + n, 100 + n] for n in range(width + 3)], np.int32)  # 8: three rounds of two buffers
+    uploads.send(pairs)
+    assert (
+        table.counts.flatten()[: len(pairs)].tolist() == pairs[:, 1].tolist() and not table.counts.flatten()[len(pairs) :].any()
+    )
+    assert [event.calls for event in copied] == [["wait", "record"] * 2, ["wait", "record"]]

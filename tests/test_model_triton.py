@@ -17,7 +17,7 @@ from kernels import backend
 from kernels.launch import launches_go_to
 from model.batch import Batch, Row
 from model.hyper import HyperConnection
-from model.runner import Runner, doubling
+from model.runner import Runner, chunk_lengths, doubling
 from tests import golden
 
 torch.set_num_threads(1)
@@ -94,6 +94,7 @@ def test_without_kernels_there_is_nothing_to_warm_up() -> None:
 
 def test_the_sizes_to_warm_up_for_end_with_the_largest() -> None:
     assert [doubling(most) for most in (1, 2, 6, 64)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16, 32, 64]]
+    assert [chunk_lengths(most) for most in (1, 2, 6, 16)] == [[1], [1, 2], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 8, 9, 16]]
 
 
 def test_a_model_that_the_kernels_do_not_take_is_refused_when_it_is_loaded() -> None:

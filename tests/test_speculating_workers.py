@@ -1,0 +1,186 @@
+"""Decode workers that speculate: over real sockets on a runner without weights, and once as real processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import zmq
+
+from decode.config import DecodeConfig
+from decode.speculation import Speculation
+from decode.worker import Worker
+from kernels.sequences import MOST_DRAFTS
+from tests import golden
+from tests.fake_runner import FakeDrafter, FakeRunner, expected_text
+from tests.system import running
+from tests.test_workers import GREEDY, PATIENCE_S, Cluster, Running, ScriptedRouter, prompt, sizes
+
+DRAWN = replace(GREEDY, temperature=0.9, max_tokens=17)
+
+
+@contextmanager
+def pair(speculate: int, runner: FakeDrafter | None = None, depth: int = 0) -> Iterator[tuple[Cluster, str, Running]]:
+    """A cluster of one prefill worker, whose inbox that is, and one decode worker with `depth` steps in flight."""
+    with Cluster() as cluster:
+        prefill = cluster.prefill(FakeDrafter())
+        yield cluster, prefill.address, decode_worker(cluster, speculate, runner or FakeDrafter(), depth)
+
+
+def decode_worker(cluster: Cluster, speculate: int, runner: FakeRunner, depth: int = 0, **options: Any) -> Running:
+    config = DecodeConfig(model="fake", router=cluster.router.inbox.address, speculate=speculate, **sizes(runner), **options)
+    return cluster._add(Worker(config, runner, cluster.context, depth))  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=["most", "any"])
+def drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step with as many drafts as there may be, or with any number of them, the next with another."""
+    rng = Random(5)
+
+    def tokens(self: Speculation, rows: int) -> int:
+        return self._all[-1] if request.param == "most" else rng.choice(self._all)
+
+    monkeypatch.setattr(Speculation, "tokens", tokens)
+
+
+def accepted(router: ScriptedRouter, decode: Running) -> float:
+    """Drafts at the first position."""
+    return router.counter(decode.address, "draft_1_accepted")
+
+
+@pytest.mark.usefixtures("drafts")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_text_is_the_solo_text_at_every_length(depth: int) -> None:
+    """Prompts around the ends of pages, texts that end at any place in a step, by their length or a stop token."""
+    with pair(MOST_DRAFTS, depth=depth) as (cluster, prefill, decode):
+        router = cluster.router
+        cases: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for length in [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33]:
+            text = expected_text(prompt(length), 12, stop=())
+            for most, stop in [(1, ()), (2, ()), (3, ()), (12, ()), (12, (text[6],)), (12, (text[9], text[10]))]:
+                params = replace(GREEDY, max_tokens=most, stop_token_ids=stop)
+                cases[router.ask(prefill, decode.address, prompt(length), params)] = (length, most, stop)
+        router.until(lambda: len(router.finished) == len(cases), "all texts")
+        for rid, (length, most, stop) in cases.items():
+            assert router.ids[rid, 0, 0] == expected_text(prompt(length), most, stop=stop), (length, most, stop)
+            assert router.finished[rid, 0, 0] == ("stop" if stop else "length")
+        assert not router.failed
+        router.until(lambda: accepted(router, decode) > 20, "drafts that were accepted")
+
+
+@pytest.mark.usefixtures("drafts")
+def test_samples_are_those_without_drafts() -> None:
+    texts: list[dict[tuple[int, int], list[int]]] = []
+    for speculate in (0, MOST_DRAFTS):
+        with pair(speculate) as (cluster, prefill, decode):
+            router = cluster.router
+            asked = {router.ask(prefill, decode.address, prompt(n, n), DRAWN, samples=(0, 1, 2)): n for n in (1, 6, 8, 9)}
+            router.until(lambda: len(router.finished) == 12, "12 samples")  # noqa: B023
+            texts.append({(asked[rid], sample): ids for (rid, _, sample), ids in router.ids.items()})
+    assert texts[0] == texts[1] and len({tuple(text) for text in texts[0].values()}) == 12
+
+
+@pytest.mark.usefixtures("drafts")
+def test_what_is_retracted_comes_back_with_the_same_text() -> None:
+    """Eight sequences of up to 9 pages in a pool of 14, whose steps ask for pages ahead: the router resubmits."""
+    params = replace(GREEDY, max_tokens=24)
+    with pair(MOST_DRAFTS, FakeDrafter(num_pages=15, num_slots=16)) as (cluster, prefill, decode):
+        router = cluster.router
+        texts: dict[int, list[int]] = {router.ask(prefill, decode.address, prompt(9, n), params): [] for n in range(8)}
+        salts = dict(zip(texts, range(8), strict=True))
+        attempt, done, seen, deadline = dict.fromkeys(texts, 0), set[int](), 0, time.monotonic() + PATIENCE_S
+        while len(done) < 8:
+            assert time.monotonic() < deadline, (texts, router.failed)
+            router.receive()
+            for failed in router.failed[seen:]:
+                assert (failed.cause, failed.retryable) == ("retracted", True)
+                rid = failed.rid
+                texts[rid] += router.ids.get((rid, attempt[rid], 0), [])
+                attempt[rid] += 1
+                tokens = prompt(9, salts[rid]) + texts[rid]
+                router.ask(prefill, decode.address, tokens, params, rid=rid, attempt=attempt[rid], prompt_tokens=9)
+            seen = len(router.failed)
+            for rid in [rid for rid in texts if rid not in done and (rid, attempt[rid], 0) in router.finished]:
+                texts[rid] += router.ids[rid, attempt[rid], 0]
+                done.add(rid)
+        assert seen, "the pool was large enough: the test shows nothing"
+        for rid, salt in salts.items():
+            assert texts[rid] == expected_text(prompt(9, salt), 24, stop=())
+
+
+@pytest.mark.usefixtures("drafts")
+def test_a_text_may_fill_the_context_and_the_memory() -> None:
+    """The last tokens of a sequence that ends at the longest context, in a pool that holds just that: drafts behind them have
+    no page."""
+    with Cluster() as cluster:
+        router, prefill = cluster.router, cluster.prefill(FakeDrafter())
+        decode = decode_worker(cluster, MOST_DRAFTS, FakeDrafter(num_pages=11, num_slots=3), max_context=41)
+        for length in (1, 20, 33, 40):
+            params = replace(GREEDY, max_tokens=41 - length)
+            rid = router.ask(prefill.address, decode.address, prompt(length), params)
+            router.until(lambda rid=rid: (rid, 0, 0) in router.finished, "the text")  # type: ignore[misc]
+            assert router.ids[rid, 0, 0] == expected_text(prompt(length), 41 - length, stop=())
+
+
+@pytest.mark.usefixtures("drafts")
+def test_a_row_of_nan_fails_alone() -> None:
+    runner = FakeDrafter()
+    with pair(MOST_DRAFTS, runner) as (cluster, prefill, decode):
+        router = cluster.router
+        runner.nan_slots = {2}
+        rids = [router.ask(prefill, decode.address, prompt(9, n), replace(GREEDY, max_tokens=30)) for n in range(3)]
+        router.until(lambda: len(router.finished) == 2 and len(router.failed) == 1, "two texts and a failure")
+        assert "not usable" in router.failed[0].reason
+        for n, rid in enumerate(rids):
+            if rid != router.failed[0].rid:
+                assert router.ids[rid, 0, 0] == expected_text(prompt(9, n), 30, stop=())
+
+
+def test_the_choice_follows_what_is_measured() -> None:
+    """Drafts cost a runner without weights nearly as much as tokens, or nothing: with the real choice texts are the same, and
+    /metrics says what it is."""
+    with pair(2) as (cluster, prefill, decode):
+        router = cluster.router
+        rid = router.ask(prefill, decode.address, prompt(9), replace(GREEDY, max_tokens=300))
+        router.until(lambda: (rid, 0, 0) in router.finished, "a long text")
+        assert router.ids[rid, 0, 0] == expected_text(prompt(9), 300, stop=())
+        router.until(lambda: router.counter(decode.address, "draft_2_verified") > 5, "looks at two drafts")
+        gauges = router.status[decode.address].metrics[1]
+        assert 1 <= gauges["accepted_length"] <= 3 and 0 <= gauges["drafts"] <= 2
+        assert 0.2 < gauges["draft_1_acceptance"] < 1
+
+
+def test_a_checkpoint_without_the_layer_is_refused() -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    config = DecodeConfig(model="fake", router="tcp://127.0.0.1:1", speculate=2)
+    with pytest.raises(ValueError, match="--speculate 2 needs a checkpoint with an MTP layer"):
+        Worker(config, FakeRunner(), context)  # type: ignore[arg-type]
+    context.destroy()
+
+
+def test_the_number_of_drafts_is_checked() -> None:
+    for speculate in (-1, 5):
+        with pytest.raises(ValueError, match="--speculate is"):
+            DecodeConfig(model="fake", router="tcp://127.0.0.1:1", speculate=speculate)
+
+
+def test_processes_give_the_texts_without_drafts() -> None:
+    """Through HTTP, prefill and decode: greedy texts are the golden ones, drawn and penalised ones those without drafts."""
+    name, which = "tiny-bf16", ("len1", "len5", "len129", "len300")
+    prompts = {each: golden.prompt(name, each) for each in which}
+    bodies = [{"prompt": ids, "max_tokens": 32, "temperature": 0, "ignore_eos": True} for ids, _ in prompts.values()]
+    drawn = {"prompt": prompts["len5"][0], "max_tokens": 40, "temperature": 0.9, "seed": 4, "n": 2, "logprobs": 2}
+    bodies += [drawn, {**drawn, "presence_penalty": 1.0, "frequency_penalty": 0.5, "n": 1}]
+    answers = []
+    for decode_args in ("", "--speculate 2"):
+        with running(decode_args=decode_args) as server:
+            replies = server.complete_all(bodies)
+            answers.append([reply.ids(choice) for reply in replies for choice in range(len(reply.body["choices"]))])
+            metrics = server.metrics()
+    assert answers[0] == answers[1] and answers[1][: len(which)] == [text for _, text in prompts.values()]
+    assert sum(metrics["draft_1_accepted_total"].values()) > 0 and sum(metrics["accepted_length"].values()) > 1
