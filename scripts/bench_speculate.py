@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from scripts.decode_steps import MOST_STEPS, Steps, fill_memory, last_positions
 from scripts.launch_local import BUNDLED_MODEL
 from scripts.random_checkpoint import RandomCheckpoint
 from scripts.released_config import RELEASED, with_layers
-from scripts.tiny_data import HELD_OUT_SEED
+from scripts.tiny_data import HELD_OUT_SEED, World
 from scripts.tiny_measure import held_out
 from wire.messages import Prefill, SamplingParams, pack_ids
 from wire.options import option, parse
@@ -62,7 +63,8 @@ class BenchConfig:
     tokens: int = option(64, help="tokens that every sequence gets in a round")
     rounds: int = option(3, help="how often the numbers of drafts take turns")
     temperature: float = option(0.0, help="of the sampled text; 0: greedy")
-    layers: int = option(8, help="layers of the model of the released widths; 0: without it. It needs a GPU")
+    layers: int = option(8, help="layers of the model of the released widths; 0: without it")
+    widths: str = option("v4-flash", help="tiny: those of bundled/tiny, also on a CPU", choices=("v4-flash", "tiny"))
     context: int = option(8192, help="tokens of its sequences")
     replays: int = option(40, help="steps of one timing there")
     device: str = option("cpu", help="where to compute", choices=("cpu", "cuda"))
@@ -81,13 +83,18 @@ class BenchConfig:
         return [int(each) for each in getattr(self, name).split(",")]
 
 
+@cache
+def held_out_world() -> World:
+    return held_out(Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json")))
+
+
 class Bundled:
     """Held-out text, prefilled and continued by the decode engine: each sequence in a slot and a page of its own."""
 
     def __init__(self, config: BenchConfig, batch: int) -> None:
         self.config, self.batch = config, batch
         self.runner = Runner(str(BUNDLED_MODEL), config.device, num_pages=batch + 1, num_slots=batch + 1)
-        world, rng = held_out(Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))), random.Random(HELD_OUT_SEED)
+        world, rng = held_out_world(), random.Random(HELD_OUT_SEED)
         self.rounds = [
             [world.story_sequence(rng, config.prompt_tokens).ids.tolist() for _ in range(batch)] for _ in range(config.rounds)
         ]
@@ -104,7 +111,9 @@ class Bundled:
 
     def round(self, number: int, drafts: int) -> tuple[list[float], list[list[int]]]:
         """Continues the prompts of a round: the seconds of each step, and the tokens that it brought each sequence. The first
-        step, which has no drafts yet, and those after the first sequence is complete are left out."""
+        step, which has no drafts yet, and those after the first sequence is complete are left out. On a CPU seconds are those
+        of this process, whatever else the machine does meanwhile."""
+        clock = time.process_time if self.config.device == "cpu" else time.perf_counter
         prompts = self.rounds[number]
         self._prefill(prompts)
         engine, sequences = self.engines[drafts], self._sequences(prompts)
@@ -113,7 +122,7 @@ class Bundled:
             engine.launch(sequences, drafts + 1)
             if engine.in_flight > engine.depth:
                 found, choices = engine.collect()
-                now_s = time.perf_counter()
+                now_s = clock()
                 for sequence, choice in zip(found, choices, strict=True):
                     sequence.extend(choice.tokens)
                 seconds.append(now_s - last_s)
@@ -189,7 +198,7 @@ def acceptance(config: BenchConfig) -> list[Figures]:
     """How often the first draft behind each token of held-out text is accepted, by what the two models' probabilities say:
     argmax for argmax; drawn with the noise of the token that it stands for; and by rejection sampling."""
     runner = Runner(str(BUNDLED_MODEL), config.device, num_pages=ACCEPTED_PROMPTS + 1, num_slots=ACCEPTED_PROMPTS + 1)
-    world, rng = held_out(Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))), random.Random(HELD_OUT_SEED)
+    world, rng = held_out_world(), random.Random(HELD_OUT_SEED)
     texts = [world.story_sequence(rng, ACCEPTED_TOKENS).ids.tolist() for _ in range(ACCEPTED_PROMPTS)]
     rows = [Row(ids[:-1], 0, slot, [slot]) for slot, ids in enumerate(texts, 1)]
     batch = Batch.build(rows, PAGE_TOKENS, runner.device)
@@ -213,7 +222,10 @@ def released(config: BenchConfig) -> list[Figures]:
     """Steps with drafts at the released widths: their cost, what of it is experts, and the speed that follows."""
     rows: list[Figures] = []
     batches, drafts = config.numbers("batches"), config.numbers("drafts")
-    model = ModelConfig.from_json(with_layers(RELEASED, config.layers))
+    tiny = json.loads((BUNDLED_MODEL / "config.json").read_text())
+    few = with_layers(tiny if config.widths == "tiny" else RELEASED, config.layers)
+    mtp = {"num_nextn_predict_layers": 1, "compress_ratios": [*few["compress_ratios"], 0]}
+    model = ModelConfig.from_json(few | mtp)
     pages = 1 + max(batches) * -(-(config.context + MOST_STEPS) // PAGE_TOKENS)
     checkpoint = RandomCheckpoint(model, config.device)
     runner = Runner(checkpoint, config.device, page_tokens=PAGE_TOKENS, num_pages=pages, num_slots=max(batches) + 1)
@@ -264,9 +276,9 @@ def main() -> int:
     print(f"\nbundled model, held-out text\n\n{table(figures['bundled'])}")
     figures["acceptance"] = acceptance(config)
     print(f"\nfirst drafts of a drawn text that are accepted\n\n{table(figures['acceptance'])}")
-    if config.layers and config.device == "cuda":
+    if config.layers and (config.device == "cuda" or config.widths == "tiny"):
         figures["released"] = released(config)
-        print(f"\nwidths of DeepSeek-V4-Flash, random weights and drafts\n\n{table(figures['released'])}")
+        print(f"\nwidths {config.widths}, {config.layers} layers, random weights and drafts\n\n{table(figures['released'])}")
     if config.json:
         Path(config.json).write_text(json.dumps(figures, indent=1))
     return 0
