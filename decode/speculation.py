@@ -103,7 +103,7 @@ class Speculation:
 
     def tokens(self, rows: int) -> int:
         """Of each of the `rows` sequences of the next step."""
-        if len(self._all) == 1:
+        if len(self._all) == 1 or not rows:
             return 1
         self._since_look += 1
         plain = self._costs.seconds(rows, 1)

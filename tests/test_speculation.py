@@ -144,6 +144,14 @@ def test_stalls_are_not_the_drafts_doing() -> None:
     assert sum(count == 3 for count in tokens[1000:]) >= 0.8 * 5000
 
 
+def test_what_does_not_run_is_not_looked_at() -> None:
+    """A worker asks in every turn, also while nothing runs."""
+    speculation, machine = Speculation(1, batch_sizes(8)), Machine(linear(0.1), steady(0.8), lambda step: 1)
+    machine.run(speculation, 4)
+    assert {speculation.tokens(0) for _ in range(1000)} == {1}
+    assert machine.run(speculation, LOOK_STEPS).tokens[1:] == [2] * (LOOK_STEPS - 1), "the look is still to come"
+
+
 def test_off_is_off() -> None:
     speculation = Speculation(0, batch_sizes(8))
     assert set(Machine(linear(0.1), steady()).run(speculation, 500).tokens) == {1}
