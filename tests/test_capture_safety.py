@@ -366,9 +366,10 @@ def test_no_length_asks_for_new_code_of_the_kernels_that_only_the_large_model_ru
                         indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, 2048, keys)),
                         indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, few)),  # all of them
                         attention_cases.case(V4_FLASH, "", attention_cases.Shape(sequences, tokens, 512, True)),
+                        attention_cases.case(V4_FLASH, "", attention_cases.Shape(sequences, tokens, rows)),
                     )
                 ]
-                for sizes, keys, few in ((range(1, MOST + 1), 3008, 64), (doubling(MOST), 4096, 448))
+                for sizes, keys, few, rows in ((range(1, MOST + 1), 3008, 64, 40), (doubling(MOST), 4096, 448, 32))
             )
             assert not specialised(found + warm) and not_allowed(new_codes(found, warm)) == {}
             kernels = {kernel for codes in found for kernel in codes}
