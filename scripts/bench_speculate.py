@@ -199,7 +199,7 @@ def released(config: BenchConfig) -> list[Figures]:
             asked = steps.experts_verified(count + 1)
             moved = step_bytes(model, contexts, asked)
             step_ms = steps.step_ms(config.replays, greedy=True, tokens=count + 1) if count else plain_ms
-            row = {"layers": config.layers, "batch": batch, "context": config.context, "tokens": count + 1}
+            row: Figures = {"layers": config.layers, "batch": batch, "context": config.context, "tokens": count + 1}
             row |= {"step_ms": step_ms, "step_ratio": step_ms / plain_ms, "experts_asked": statistics.fmean(asked)}
             row |= {"experts_of_bytes": moved.experts / moved.step}
             row |= {f"speed_up_{rate}": expected(rate, count) * plain_ms / step_ms for rate in ACCEPTANCES}
