@@ -1,6 +1,7 @@
 """What speculation is worth: tokens a step and time a token, on a model whose drafts are real and at the released widths.
 
-``python -m scripts.bench_speculate`` continues held-out text with the bundled model, with 0 to 3 drafts a step in turn. With
+``python -m scripts.bench_speculate`` continues held-out text with the bundled model, with 0 to 3 drafts a step in turn, and
+compares two ways to accept a draft of a drawn text: when it is the token that is drawn, and rejection sampling. With
 ``--device cuda`` it also makes a model of DeepSeek-V4-Flash's widths and few layers in memory, whose drafts are random, and
 times its steps of one to four tokens a sequence: what a draft costs there, and the speed that follows for an acceptance.
 """
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from kernels import backend
 from kernels.sequences import MOST_DRAFTS, SequenceTable
 from kernels.workspace import Workspace
 from kvtransfer.pages import SeqKV
-from model.batch import TABLE_STEP
+from model.batch import TABLE_STEP, Batch, Row
 from model.config import ModelConfig
 from model.runner import Runner
 from prefill.engine import Engine as PrefillEngine
@@ -39,12 +41,14 @@ from scripts.decode_steps import MOST_STEPS, Steps, fill_memory, last_positions
 from scripts.launch_local import BUNDLED_MODEL
 from scripts.random_checkpoint import RandomCheckpoint
 from scripts.released_config import RELEASED, with_layers
-from scripts.tiny_data import HELD_OUT_SEED
+from scripts.tiny_data import HELD_OUT_SEED, World
 from scripts.tiny_measure import held_out
 from wire.messages import Prefill, SamplingParams, pack_ids
 from wire.options import option, parse
 
 PAGE_TOKENS = 256
+TEMPERATURES = (0.3, 0.7, 1.0)
+ACCEPTED_PROMPTS, ACCEPTED_TOKENS = 16, 240  # of held-out text
 ACCEPTANCES = (0.8, 0.6, 0.4)  # of the draft at each position, when those before it are
 Figures = dict[str, Any]
 
@@ -59,7 +63,8 @@ class BenchConfig:
     tokens: int = option(64, help="tokens that every sequence gets in a round")
     rounds: int = option(3, help="how often the numbers of drafts take turns")
     temperature: float = option(0.0, help="of the sampled text; 0: greedy")
-    layers: int = option(8, help="layers of the model of the released widths; 0: without it. It needs a GPU")
+    layers: int = option(8, help="layers of the model of the released widths; 0: without it")
+    widths: str = option("v4-flash", help="tiny: those of bundled/tiny, also on a CPU", choices=("v4-flash", "tiny"))
     context: int = option(8192, help="tokens of its sequences")
     replays: int = option(40, help="steps of one timing there")
     device: str = option("cpu", help="where to compute", choices=("cpu", "cuda"))
@@ -78,14 +83,21 @@ class BenchConfig:
         return [int(each) for each in getattr(self, name).split(",")]
 
 
+@cache
+def held_out_world() -> World:
+    return held_out(Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json")))
+
+
 class Bundled:
     """Held-out text, prefilled and continued by the decode engine: each sequence in a slot and a page of its own."""
 
     def __init__(self, config: BenchConfig, batch: int) -> None:
         self.config, self.batch = config, batch
         self.runner = Runner(str(BUNDLED_MODEL), config.device, num_pages=batch + 1, num_slots=batch + 1)
-        world, rng = held_out(Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))), random.Random(HELD_OUT_SEED)
-        self.prompts = [world.story_sequence(rng, config.prompt_tokens).ids.tolist() for _ in range(batch)]
+        world, rng = held_out_world(), random.Random(HELD_OUT_SEED)
+        self.rounds = [
+            [world.story_sequence(rng, config.prompt_tokens).ids.tolist() for _ in range(batch)] for _ in range(config.rounds)
+        ]
         self.engines = {drafts: self._engine(drafts) for drafts in config.numbers("drafts")}
         self._admitted = 0
 
@@ -97,17 +109,20 @@ class Bundled:
         graphs = Graphs(self.runner, table, self.batch, range(1, drafts + 2), recorder, [self.batch])
         return Engine(table, graphs, spare_pages=1, depth=int(cuda))
 
-    def round(self, drafts: int) -> tuple[list[float], list[list[int]]]:
-        """Continues all prompts: the seconds of each step, and the tokens that it brought each sequence. The first step, which
-        has no drafts yet, and those after the first sequence is complete are left out."""
-        self._prefill()
-        engine, sequences = self.engines[drafts], self._sequences()
+    def round(self, number: int, drafts: int) -> tuple[list[float], list[list[int]]]:
+        """Continues the prompts of a round: the seconds of each step, and the tokens that it brought each sequence. The first
+        step, which has no drafts yet, and those after the first sequence is complete are left out. On a CPU seconds are those
+        of this process, whatever else the machine does meanwhile."""
+        clock = time.process_time if self.config.device == "cpu" else time.perf_counter
+        prompts = self.rounds[number]
+        self._prefill(prompts)
+        engine, sequences = self.engines[drafts], self._sequences(prompts)
         seconds, counts, last_s = [], [], 0.0
         while all(sequence.generated < self.config.tokens for sequence in sequences):
             engine.launch(sequences, drafts + 1)
             if engine.in_flight > engine.depth:
                 found, choices = engine.collect()
-                now_s = time.perf_counter()
+                now_s = clock()
                 for sequence, choice in zip(found, choices, strict=True):
                     sequence.extend(choice.tokens)
                 seconds.append(now_s - last_s)
@@ -117,14 +132,14 @@ class Bundled:
             engine.collect()
         return seconds[1:], counts[1:]
 
-    def _prefill(self) -> None:
+    def _prefill(self, prompts: list[list[int]]) -> None:
         engine = PrefillEngine(self.runner)
-        for slot, ids in enumerate(self.prompts, 1):
+        for slot, ids in enumerate(prompts, 1):
             message = Prefill(slot, 0, pack_ids(ids), len(ids), (0,), SamplingParams(max_tokens=1, seed=0), "", "", 60.0)
             prompt = Prompt((slot, 0), message, ids, [0], 0.0, 60.0, None, SeqKV(slot, [slot]))
             engine.compute([Chunk(prompt, prompt.remaining)])
 
-    def _sequences(self) -> list[Sequence]:
+    def _sequences(self, prompts: list[list[int]]) -> list[Sequence]:
         self._admitted += 1
         sampling = SamplingParams(
             max_tokens=PAGE_TOKENS - self.config.prompt_tokens, seed=0, temperature=self.config.temperature, ignore_eos=True
@@ -143,7 +158,7 @@ class Bundled:
                 deadline_s=math.inf,
                 arrived_s=0.0,
             )
-            for slot, ids in enumerate(self.prompts, 1)
+            for slot, ids in enumerate(prompts, 1)
         ]
 
 
@@ -154,15 +169,15 @@ def bundled(config: BenchConfig) -> list[Figures]:
         side = Bundled(config, batch)
         seconds: dict[int, list[float]] = {drafts: [] for drafts in side.engines}
         counts: dict[int, list[int]] = {drafts: [] for drafts in side.engines}
-        for _ in range(config.rounds):
+        for number in range(config.rounds):
             for drafts in side.engines:
-                taken, brought = side.round(drafts)
+                taken, brought = side.round(number, drafts)
                 seconds[drafts] += taken
                 counts[drafts] += [count for each in brought for count in each]
         plain_s = statistics.median(seconds[0])
         for drafts in side.engines:
             step_s, length = statistics.median(seconds[drafts]), statistics.fmean(counts[drafts])
-            row = {"batch": batch, "drafts": drafts, "tokens_a_step": length, "step_ms": 1000 * step_s}
+            row: Figures = {"batch": batch, "drafts": drafts, "tokens_a_step": length, "step_ms": 1000 * step_s}
             row |= {"step_ratio": step_s / plain_s, "tokens_per_s": batch * length / step_s}
             rows.append(row | {"speed_up": length * plain_s / step_s} | by_position(counts[drafts], drafts))
             print(row, file=sys.stderr, flush=True)
@@ -178,11 +193,39 @@ def by_position(counts: list[int], drafts: int) -> dict[str, float]:
     return found
 
 
+@torch.inference_mode()
+def acceptance(config: BenchConfig) -> list[Figures]:
+    """How often the first draft behind each token of held-out text is accepted, by what the two models' probabilities say:
+    argmax for argmax; drawn with the noise of the token that it stands for; and by rejection sampling."""
+    runner = Runner(str(BUNDLED_MODEL), config.device, num_pages=ACCEPTED_PROMPTS + 1, num_slots=ACCEPTED_PROMPTS + 1)
+    world, rng = held_out_world(), random.Random(HELD_OUT_SEED)
+    texts = [world.story_sequence(rng, ACCEPTED_TOKENS).ids.tolist() for _ in range(ACCEPTED_PROMPTS)]
+    rows = [Row(ids[:-1], 0, slot, [slot]) for slot, ids in enumerate(texts, 1)]
+    batch = Batch.build(rows, PAGE_TOKENS, runner.device)
+    streams = runner.forward(batch)
+    following = torch.tensor([token for ids in texts for token in ids[1:]], device=runner.device)
+    drafted = runner.draft_logits(runner.draft_streams(streams, following, batch))
+    apart = (ACCEPTED_PROMPTS, ACCEPTED_TOKENS - 1, -1)
+    drawn = runner.logits(streams).view(apart)[:, 1:].flatten(0, 1).double()  # behind the token that its draft was given
+    drafted = drafted.view(apart)[:, :-1].flatten(0, 1).double()
+    found = [{"temperature": 0.0, "same_noise": (drawn.argmax(-1) == drafted.argmax(-1)).double().mean().item()}]
+    for temperature in TEMPERATURES:
+        p, q = (torch.softmax(logits / temperature, -1) for logits in (drawn, drafted))
+        last_p, last_q = p.cumsum(-1), q.cumsum(-1)
+        same = (torch.minimum(last_p, last_q) - torch.maximum(last_p - p, last_q - q)).clamp(min=0).sum(-1)
+        rejection = torch.minimum(p, q).sum(-1)
+        found.append({"temperature": temperature, "same_noise": same.mean().item(), "rejection": rejection.mean().item()})
+    return found
+
+
 def released(config: BenchConfig) -> list[Figures]:
     """Steps with drafts at the released widths: their cost, what of it is experts, and the speed that follows."""
     rows: list[Figures] = []
     batches, drafts = config.numbers("batches"), config.numbers("drafts")
-    model = ModelConfig.from_json(with_layers(RELEASED, config.layers))
+    tiny = json.loads((BUNDLED_MODEL / "config.json").read_text())
+    few = with_layers(tiny if config.widths == "tiny" else RELEASED, config.layers)
+    mtp = {"num_nextn_predict_layers": 1, "compress_ratios": [*few["compress_ratios"], 0]}
+    model = ModelConfig.from_json(few | mtp)
     pages = 1 + max(batches) * -(-(config.context + MOST_STEPS) // PAGE_TOKENS)
     checkpoint = RandomCheckpoint(model, config.device)
     runner = Runner(checkpoint, config.device, page_tokens=PAGE_TOKENS, num_pages=pages, num_slots=max(batches) + 1)
@@ -231,9 +274,11 @@ def main() -> int:
     print(figures["machine"])
     figures["bundled"] = bundled(config)
     print(f"\nbundled model, held-out text\n\n{table(figures['bundled'])}")
-    if config.layers and config.device == "cuda":
+    figures["acceptance"] = acceptance(config)
+    print(f"\nfirst drafts of a drawn text that are accepted\n\n{table(figures['acceptance'])}")
+    if config.layers and (config.device == "cuda" or config.widths == "tiny"):
         figures["released"] = released(config)
-        print(f"\nwidths of DeepSeek-V4-Flash, random weights and drafts\n\n{table(figures['released'])}")
+        print(f"\nwidths {config.widths}, {config.layers} layers, random weights and drafts\n\n{table(figures['released'])}")
     if config.json:
         Path(config.json).write_text(json.dumps(figures, indent=1))
     return 0
