@@ -198,12 +198,12 @@ class Graphs:
         warm_s = time.monotonic()
         self.workspace_bytes = sum(ruler.needed_bytes for ruler in rulers)
         _log.info("%d steps started once, kernels compiled, in %.1f s", len(shapes), warm_s - begin_s)
-        spaces = [Workspace(ruler.needed_bytes, self._table.words.device) for ruler in rulers]
+        self._spaces = [Workspace(ruler.needed_bytes, self._table.words.device) for ruler in rulers]  # as long as the graphs
         with _no_collection():
             for number, (shape, step) in enumerate(self._steps.items(), 1):
                 _log.info("capturing %d of %d: %s", number, len(shapes), shape_name(*shape))
                 with _explained(step, captured=True):
-                    self._captured[shape] = _record(step, recorder, *spaces)
+                    self._captured[shape] = _record(step, recorder, *self._spaces)
         seconds, megabytes = time.monotonic() - warm_s, self.workspace_bytes / 1e6
         graphs = (1 + len(WAYS)) * len(shapes)
         _log.info("%d graphs captured in %.1f s; workspace %.0f MB", graphs, seconds, megabytes)

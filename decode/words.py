@@ -84,7 +84,7 @@ class Words:
         forbidden = [] if sequence.may_stop else list(dict.fromkeys(sequence.stopping_ids()))
         biases = _biases(params.logit_bias)
         stream = noise_stream(torch.tensor(_int64(params.seed)), torch.tensor(sequence.sample)).item()
-        may_stop_from = sequence.prompt_tokens + params.min_tokens
+        may_stop_from = sequence.prompt_tokens + min(params.min_tokens, params.max_tokens)  # any integer; the latter is not
         top_k = min(params.top_k, self._table.counts.shape[1])
         values = {
             np.int64: [len(tokens) - 1, tokens[-1], *[-1] * MOST_DRAFTS, stream, may_stop_from],

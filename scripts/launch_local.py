@@ -39,7 +39,7 @@ class LocalConfig:
     prefill_args: str = option("", help="further flags for every prefill worker, in one string")
     decode_args: str = option("", help="further flags for every decode worker, in one string")
     log_dir: str = option("", help="folder for the processes' logs; empty: a new temporary one")
-    timeout_s: float = option(300.0, help="give up when nothing was served after this long")
+    timeout_s: float = option(900.0, help="give up when nothing was served after this long; a GPU compiles its kernels first")
 
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 1:

@@ -21,6 +21,7 @@ from decode.engine import Engine
 from decode.request import Limits
 from decode.room import make_engine
 from decode.scheduler import Scheduler
+from decode.speculation import Speculation
 from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Arrived
 from tests.fake_runner import EOS, RING, FakeRunner, expected_text
@@ -38,7 +39,7 @@ def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     """Workers that are started now have late engines of one of the shapes; gives its depth."""
     steps_in_flight, tokens, spare = request.param
     monkeypatch.setattr(decode.worker, "make_engine", partial(LateEngine.make, spare_rows=spare))
-    monkeypatch.setattr(decode.worker, "STEP_TOKENS", tokens)
+    monkeypatch.setattr(Speculation, "tokens", lambda self, rows: tokens)
     return int(steps_in_flight)
 
 
@@ -158,6 +159,25 @@ def test_a_step_that_raises_and_a_row_of_nan_end_only_what_is_theirs(depth: int)
         for n, rid in enumerate(rids):
             if rid != router.failed[1].rid:
                 assert router.ids[rid, 0, 0] == expected_text(prompt(9, n), 30, stop=())
+
+
+def test_parameters_at_their_limits_harm_nobody() -> None:
+    """Numbers that fit into a message and not into a table: a client without max_tokens may send any min_tokens."""
+    limits = [
+        replace(GREEDY, min_tokens=2**63 - 1, ignore_eos=False, max_tokens=30),
+        replace(GREEDY, min_tokens=2**64 - 1, ignore_eos=False, max_tokens=30),
+        replace(GREEDY, seed=2**64 - 1),
+        replace(GREEDY, top_k=2**31, seed=-(2**63)),
+        replace(GREEDY, presence_penalty=1e6, frequency_penalty=-1e6, repetition_penalty=1e-6),
+    ]
+    with Cluster() as cluster:
+        router, prefill, worker = cluster.router, cluster.prefill(), cluster.decode(FakeRunner(), depth=1)
+        beside = router.ask(prefill.address, worker.address, prompt(9), replace(GREEDY, max_tokens=200))
+        rids = [router.ask(prefill.address, worker.address, prompt(9), params) for params in limits]
+        router.until(lambda: len(router.finished) + len(router.failed) == 1 + len(limits), "all texts")
+        assert not router.failed
+        assert router.ids[beside, 0, 0] == expected_text(prompt(9), 200, stop=())
+        assert len(router.ids[rids[0], 0, 0]) == len(router.ids[rids[1], 0, 0]) == 30
 
 
 def test_a_device_that_is_lost_ends_the_worker_with_one_line(

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -404,6 +405,31 @@ def test_steps_that_ran_once_keep_nothing_beside_the_graphs(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "empty_cache", emptied)
     Graphs(runner, SequenceTable.make(4, 16, 16, VOCAB, "cpu"), 4, [1], FakeRecorder())  # type: ignore[arg-type]
     assert held == [0]
+
+
+def test_what_graphs_write_to_lives_as_long_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes of what the steps hold: one that is run eagerly later lets go of it, and the graphs do not know."""
+    made: list[weakref.ref[Workspace]] = []
+
+    class Forgetful(FakeRecorder):
+        """As CUDA's, which remembers addresses and no tensors."""
+
+        def record(self, run: Callable[[], Results]) -> tuple[Again, Results]:
+            with self.recording():
+                results = run()
+            return Again(lambda: None), results
+
+    def watched(nbytes: int, device: torch.device) -> Workspace:
+        space = Workspace(nbytes, device)
+        made.append(weakref.ref(space))
+        return space
+
+    monkeypatch.setattr("decode.graphs.Workspace", watched)
+    graphs = Graphs(FakeRunner(), SequenceTable.make(4, 16, 16, VOCAB, "cpu"), 4, [1], Forgetful())  # type: ignore[arg-type]
+    assert len(made) == 2 and all(space() is not None for space in made)
+    del graphs
+    gc.collect()
+    assert all(space() is None for space in made)
 
 
 def test_a_graph_begins_outside_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
