@@ -109,17 +109,18 @@ class Bundled:
         graphs = Graphs(self.runner, table, self.batch, range(1, drafts + 2), recorder, [self.batch])
         return Engine(table, graphs, spare_pages=1, depth=int(cuda))
 
-    def round(self, number: int, drafts: int) -> tuple[list[float], list[list[int]]]:
+    def round(self, number: int, drafts: int, paused: bool = False) -> tuple[list[float], list[list[int]]]:
         """Continues the prompts of a round: the seconds of each step, and the tokens that it brought each sequence. The first
         step, which has no drafts yet, and those after the first sequence is complete are left out. On a CPU seconds are those
-        of this process, whatever else the machine does meanwhile."""
+        of this process, whatever else the machine does meanwhile. paused: with steps of one token, as a worker's that could
+        speculate and does not."""
         clock = time.process_time if self.config.device == "cpu" else time.perf_counter
         prompts = self.rounds[number]
         self._prefill(prompts)
         engine, sequences = self.engines[drafts], self._sequences(prompts)
         seconds, counts, last_s = [], [], 0.0
         while all(sequence.generated < self.config.tokens for sequence in sequences):
-            engine.launch(sequences, drafts + 1)
+            engine.launch(sequences, 1 if paused else drafts + 1)
             if engine.in_flight > engine.depth:
                 found, choices = engine.collect()
                 now_s = clock()
@@ -169,11 +170,13 @@ def bundled(config: BenchConfig) -> list[Figures]:
         side = Bundled(config, batch)
         seconds: dict[int, list[float]] = {drafts: [] for drafts in side.engines}
         counts: dict[int, list[int]] = {drafts: [] for drafts in side.engines}
+        paused: list[float] = []
         for number in range(config.rounds):
             for drafts in side.engines:
                 taken, brought = side.round(number, drafts)
                 seconds[drafts] += taken
                 counts[drafts] += [count for each in brought for count in each]
+            paused += side.round(number, max(side.engines), paused=True)[0]
         plain_s = statistics.median(seconds[0])
         for drafts in side.engines:
             step_s, length = statistics.median(seconds[drafts]), statistics.fmean(counts[drafts])
@@ -181,6 +184,8 @@ def bundled(config: BenchConfig) -> list[Figures]:
             row |= {"step_ratio": step_s / plain_s, "tokens_per_s": batch * length / step_s}
             rows.append(row | {"speed_up": length * plain_s / step_s} | by_position(counts[drafts], drafts))
             print(row, file=sys.stderr, flush=True)
+        paused_s = statistics.median(paused)
+        rows.append({"batch": batch, "drafts": "paused", "step_ms": 1000 * paused_s, "step_ratio": paused_s / plain_s})
     return rows
 
 

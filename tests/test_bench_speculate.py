@@ -24,7 +24,8 @@ def test_every_section_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     with patch.object(bench_speculate, "ACCEPTED_PROMPTS", 2), patch.object(bench_speculate, "ACCEPTED_TOKENS", 60):
         assert main() == 0
     figures = json.loads(path.read_text())
-    plain, drafted = figures["bundled"]
+    plain, drafted, paused = figures["bundled"]
+    assert paused["drafts"] == "paused" and paused["step_ratio"] > 0
     assert plain["tokens_a_step"] == 1 == plain["speed_up"] and 1 < drafted["tokens_a_step"] <= 3
     for row in figures["acceptance"][1:]:
         assert 0.5 < row["same_noise"] <= row["rejection"] + 1e-9 <= 1 + 1e-6
