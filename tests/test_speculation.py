@@ -129,21 +129,6 @@ def test_it_follows_the_batch() -> None:
     assert sum(count == 1 for count in many) >= 0.85 * len(many)
 
 
-def test_it_does_not_waver_between_equals() -> None:
-    """One draft brings exactly what it costs more or less; measured with noise, the choice changes now and then only."""
-    machine = Machine(linear(0.45), steady(0.5), noise=0.05)
-    tokens = machine.run(Speculation(1, batch_sizes(8)), 8000).tokens
-    assert sum(one != other for one, other in pairwise(tokens)) <= 8000 / LOOK_PERIOD * 4
-
-
-def test_stalls_are_not_the_drafts_doing() -> None:
-    """One step in fifty takes a hundred times as long, whatever it carries: drafts still pay."""
-    rng = Random(5)
-    machine = Machine(lambda rows, tokens: linear(0.1)(rows, tokens) * (100 if rng.random() < 0.02 else 1), steady(0.8, 0.8))
-    tokens = machine.run(Speculation(2, batch_sizes(8)), 6000).tokens
-    assert sum(count == 3 for count in tokens[1000:]) >= 0.8 * 5000
-
-
 def test_what_is_too_dear_does_not_end_the_looks() -> None:
     """Four drafts cost more than the account ever holds; three are nearly free, and begin to be right late."""
     costs = (1.0, 1.1, 1.2, 1.3, 6.0)
@@ -163,6 +148,21 @@ def test_a_first_look_at_a_bad_time_is_not_the_last(most: int) -> None:
 
     run = Machine(cost, steady(0.9, 0.9, 0.9, 0.9)).run(Speculation(most, batch_sizes(8)), 12_000)
     assert sum(count > 1 for count in run.tokens[-2000:]) >= 0.9 * 2000
+
+
+def test_it_does_not_waver_between_equals() -> None:
+    """One draft brings exactly what it costs more or less; measured with noise, the choice changes now and then only."""
+    machine = Machine(linear(0.45), steady(0.5), noise=0.05)
+    tokens = machine.run(Speculation(1, batch_sizes(8)), 8000).tokens
+    assert sum(one != other for one, other in pairwise(tokens)) <= 8000 / LOOK_PERIOD * 4
+
+
+def test_stalls_are_not_the_drafts_doing() -> None:
+    """One step in fifty takes a hundred times as long, whatever it carries: drafts still pay."""
+    rng = Random(5)
+    machine = Machine(lambda rows, tokens: linear(0.1)(rows, tokens) * (100 if rng.random() < 0.02 else 1), steady(0.8, 0.8))
+    tokens = machine.run(Speculation(2, batch_sizes(8)), 6000).tokens
+    assert sum(count == 3 for count in tokens[1000:]) >= 0.8 * 5000
 
 
 def test_off_is_off() -> None:
