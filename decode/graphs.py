@@ -80,7 +80,8 @@ class CudaRecorder:
     def recording(self) -> Iterator[Replayed]:
         """thread_local: what other threads do on the device meanwhile does not break the capture."""
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        with torch.inference_mode(False):  # torch makes what all graphs of a process share, and writes it when one begins
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             yield graph
         except BaseException:
@@ -186,21 +187,23 @@ class Graphs:
         largest first, as the others fit into the pool then."""
         begin_s = time.monotonic()
         shapes = [(rows, tokens) for rows in reversed(self._sizes) for tokens in reversed(self._tokens)]
-        self._steps = {shape: self._step(*shape) for shape in shapes}
         rulers = Ruler(self._table.words.device), Ruler(self._table.words.device)
-        for step in self._steps.values():
+        for shape in shapes:
+            step = self._step(*shape)  # a step holds its logits: what is kept of all of them is a gigabyte
             with _explained(step, captured=False), recorder.running():
                 run_within(step, *rulers)
+        del step
         torch.cuda.empty_cache()  # what the rulers took
+        self._steps = {shape: self._step(*shape) for shape in shapes}
         warm_s = time.monotonic()
         self.workspace_bytes = sum(ruler.needed_bytes for ruler in rulers)
         _log.info("%d steps started once, kernels compiled, in %.1f s", len(shapes), warm_s - begin_s)
-        spaces = [Workspace(ruler.needed_bytes, self._table.words.device) for ruler in rulers]
+        self._spaces = [Workspace(ruler.needed_bytes, self._table.words.device) for ruler in rulers]  # as long as the graphs
         with _no_collection():
             for number, (shape, step) in enumerate(self._steps.items(), 1):
                 _log.info("capturing %d of %d: %s", number, len(shapes), shape_name(*shape))
                 with _explained(step, captured=True):
-                    self._captured[shape] = _record(step, recorder, *spaces)
+                    self._captured[shape] = _record(step, recorder, *self._spaces)
         seconds, megabytes = time.monotonic() - warm_s, self.workspace_bytes / 1e6
         graphs = (1 + len(WAYS)) * len(shapes)
         _log.info("%d graphs captured in %.1f s; workspace %.0f MB", graphs, seconds, megabytes)

@@ -4,7 +4,8 @@ often the draft at each position is the token that comes.
 Whatever is chosen, a text is the same (kernels/sequences.py); only its speed is at stake. That is kept in an account, in
 seconds: every step pays in `SHARE` of its time, and one with drafts gets or pays the difference to what steps without any
 would have taken for its tokens. Nothing but the account allows steps that may not pay, so in the long run a worker is slower
-than one without speculation by no more than `SHARE`, and at first by `LOOK_STEPS` steps of each number of tokens.
+than a paused one by no more than `SHARE`, and at first by `LOOK_STEPS` steps of each number of tokens. A paused step differs
+from one of a worker without speculation by the rows of the MTP layer that it leaves (decode/step.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from statistics import median
 
 from wire.metrics import Metrics
 
-SHARE = 0.02
+SHARE = 0.01
 LOOK_STEPS = 8  # with a number of tokens that is not the chosen one; the first of them has no drafts yet
 LOOK_PERIOD = 256  # steps from one look to the next
 ENOUGH = 3  # measured steps that tell how long one takes

@@ -106,7 +106,8 @@ class SequenceTable:
 
     @classmethod
     def make(cls, rows: int, slots: int, pages: int, vocab: int, device: torch.device | str) -> SequenceTable:
-        """All zero, but for what "off" is for a greedy sequence: top_p and repetition 1, drafts -1."""
+        """All zero, but for what "off" is for a greedy sequence: top_p and repetition 1, drafts -1. Raises ValueError when an
+        int32 cannot name every word."""
         wide = {
             "rows": (rows,),
             "drafts": (slots, MOST_DRAFTS),
@@ -118,6 +119,8 @@ class SequenceTable:
         }
         shapes = {name: wide.get(name, (slots,)) for name in _DTYPES}
         sizes = {name: math.prod(shape) * _DTYPES[name].itemsize // 4 for name, shape in shapes.items()}
+        if sum(sizes.values()) >= 1 << 31:
+            raise ValueError(f"a table of {slots} slots with {vocab} token counts each is too large; lower --num-slots")
         words = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
         parts = dict(zip(sizes, torch.split(words, list(sizes.values())), strict=True))
         table = cls(words, **{name: part.view(_DTYPES[name]).view(shapes[name]) for name, part in parts.items()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 NAME_BYTES = 16
@@ -71,7 +72,8 @@ class SharedMemory:
     def _map(cls, fd: int, size_bytes: int, name: bytes, access: int) -> SharedMemory:
         mapped = mmap.mmap(fd, _mapped_bytes(size_bytes), access=access)
         if access == mmap.ACCESS_WRITE:
-            mapped.madvise(mmap.MADV_HUGEPAGE)  # where the kernel's shmem_enabled is "advise"
+            with suppress(OSError):  # a kernel without huge pages
+                mapped.madvise(mmap.MADV_HUGEPAGE)  # where the kernel's shmem_enabled is "advise"
             mapped[size_bytes : size_bytes + NAME_BYTES] = name
         return cls(fd, size_bytes, bytes(mapped[size_bytes : size_bytes + NAME_BYTES]), mapped)
 

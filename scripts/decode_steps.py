@@ -92,14 +92,22 @@ class Steps:
     other engines' graphs are measured. Without a GPU there are no graphs: everything is called.
     """
 
-    def __init__(self, runner: Runner, workspace: Workspace | None, limit: int, batches: Iterable[int]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        workspace: Workspace | None,
+        limit: int,
+        batches: Iterable[int],
+        tokens: Iterable[int] = (1,),
+    ) -> None:
+        """tokens: of each sequence in a step, as in decode.graphs.Graphs."""
         self._runner, self._workspace = runner, workspace
         self._cuda = runner.device.type == "cuda"
         self._columns = -(-runner.layout.pages_for(limit) // TABLE_STEP) * TABLE_STEP
         sizes, vocab = sorted(set(batches)), runner.config.vocab_size
         self._table = SequenceTable.make(sizes[-1], len(runner.arena.slots), self._columns, vocab, runner.device)
         recorder = CudaRecorder(runner.device) if self._cuda else None
-        self._graphs = Graphs(runner, self._table, sizes[-1], [1], recorder, sizes)
+        self._graphs = Graphs(runner, self._table, sizes[-1], list(tokens), recorder, sizes)
         self._engine = Engine(self._table, self._graphs, spare_pages=1, depth=int(self._cuda))
         self._admitted = 0  # how often sequences were
         self._batch = _batch(0, self._columns, runner)
@@ -126,10 +134,10 @@ class Steps:
         """Of one forward pass on the device: no vocabulary, no sampling."""
         return self._device_ms(self._launch_forward, replays)
 
-    def step_ms(self, replays: int, greedy: bool = False) -> float:
+    def step_ms(self, replays: int, greedy: bool = False, tokens: int = 1) -> float:
         """Of one whole step on the device, as the engine captured it."""
         asks = GREEDY if greedy else Wishes(self._sequences).asks()
-        return self._device_ms(lambda: self._graphs.run(len(self._sequences), 1, asks), replays)
+        return self._device_ms(lambda: self._graphs.run(len(self._sequences), tokens, asks), replays)
 
     def run(self, steps: int) -> float:
         """Seconds that so many more steps of the engine take with the host in the loop, from the launch of the first until the
@@ -158,6 +166,16 @@ class Steps:
         """How many different experts each layer asks in this step."""
         with routes_recorded() as asked:
             self._forward()
+        return [len(set(ids.flatten().tolist())) for ids in asked]
+
+    @torch.inference_mode()
+    def experts_verified(self, tokens: int) -> list[int]:
+        """The same of a step that verifies `tokens` - 1 drafts of each sequence, here random ids."""
+        slots = slice(1, 1 + len(self._sequences))
+        self.rewind()
+        self._table.drafts[slots] = torch.randint_like(self._table.drafts[slots], self._table.counts.shape[1])
+        with routes_recorded() as asked, nullcontext() if self._workspace is None else self._workspace.active():
+            self._graphs.step(len(self._sequences), tokens).forward()
         return [len(set(ids.flatten().tolist())) for ids in asked]
 
     def _collect(self) -> None:

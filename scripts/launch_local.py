@@ -20,6 +20,7 @@ from wire.options import option, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED_MODEL = ROOT / "bundled/tiny"
+GPU_FRACTION = 0.9  # of a GPU's memory, for all workers on it
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
@@ -38,7 +39,7 @@ class LocalConfig:
     prefill_args: str = option("", help="further flags for every prefill worker, in one string")
     decode_args: str = option("", help="further flags for every decode worker, in one string")
     log_dir: str = option("", help="folder for the processes' logs; empty: a new temporary one")
-    timeout_s: float = option(300.0, help="give up when nothing was served after this long")
+    timeout_s: float = option(900.0, help="give up when nothing was served after this long; a GPU compiles its kernels first")
 
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 1:
@@ -102,15 +103,17 @@ class System:
         model = str(Path(config.model).resolve() if config.model else BUNDLED_MODEL)
         if not Path(model, "config.json").is_file():
             raise LaunchError(f"--model {config.model}: no config.json there; give a checkpoint folder in the released format")
-        router = self._spawn("router", "router", self._router_flags(model), 0)
+        router = self._spawn("router", "router", self._router_flags(model))
         inbox = self._wait_line(router, "inbox ")
-        for role, count, extra in (
-            ("prefill", config.prefill, config.prefill_args),
-            ("decode", config.decode, config.decode_args),
-        ):
-            for index in range(count):
-                flags = ["--model", model, "--router", inbox, "--device", config.device, *shlex.split(extra)]
-                self._spawn(f"{role}-{index}", role, flags, len(self.children) - 1)
+        gpus = visible_gpus() if config.device == "cuda" else []
+        workers = [("prefill", index, config.prefill_args) for index in range(config.prefill)]
+        workers += [("decode", index, config.decode_args) for index in range(config.decode)]
+        for number, (role, index, extra) in enumerate(workers):
+            if gpus and number >= len(gpus):  # it measures what the one before on its GPU has left
+                self._wait_line(self.children[1 + number - len(gpus)], "serving ")
+            flags = ["--model", model, "--router", inbox, "--device", config.device]
+            flags += [*memory_flags(number, len(workers), len(gpus)), *shlex.split(extra)]
+            self._spawn(f"{role}-{index}", role, flags, gpus[number % len(gpus)] if gpus else None)
         return self._wait_line(router, "ready ")
 
     def watch(self) -> None:
@@ -136,12 +139,11 @@ class System:
         flags = ["--model", model, "--host", self.config.host, "--port", str(self.config.port)]
         return [*flags, *shlex.split(self.config.router_args)]
 
-    def _spawn(self, name: str, module: str, flags: list[str], worker_index: int) -> Child:
+    def _spawn(self, name: str, module: str, flags: list[str], gpu: str | None = None) -> Child:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-        if self.config.device == "cuda" and module != "router":
-            gpus = visible_gpus()
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[worker_index % len(gpus)]
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
         child = Child(name, [sys.executable, "-m", module, *flags], self.log_dir, environment)
         self.children.append(child)
         return child
@@ -154,6 +156,15 @@ class System:
                 raise LaunchError(f"nothing was served within {self.config.timeout_s:g} s; logs are in {self.log_dir}")
             time.sleep(0.02)
         return child.line(prefix)
+
+
+def memory_flags(number: int, workers: int, gpus: int) -> list[str]:
+    """Equal parts for workers that share a GPU. A worker takes what is free up to its fraction of the whole GPU, so the
+    fractions rise from one to the next."""
+    sharing = len(range(number % gpus, workers, gpus)) if gpus else 1
+    if sharing == 1:
+        return []
+    return ["--memory-fraction", f"{GPU_FRACTION * (number // gpus + 1) / sharing:.3f}"]
 
 
 def visible_gpus() -> list[str]:

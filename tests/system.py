@@ -29,7 +29,8 @@ Result = TypeVar("Result")
 @contextmanager
 def running(model: str = TINY, *, prefill: int = 1, decode: int = 1, **arguments: str) -> Iterator[Server]:
     """A served `model` on a free port; `arguments` are LocalConfig's (router_args, prefill_args, decode_args)."""
-    system = System(LocalConfig(model=model, port=0, prefill=prefill, decode=decode, device=DEVICE, timeout_s=120, **arguments))
+    timeout_s = 120 if DEVICE == "cpu" else 900  # a GPU compiles its kernels first
+    system = System(LocalConfig(model, port=0, prefill=prefill, decode=decode, device=DEVICE, timeout_s=timeout_s, **arguments))
     try:
         yield Server(system.start(), system)
     finally:

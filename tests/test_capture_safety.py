@@ -202,6 +202,16 @@ class ShapesRunner:
         self._mtp.store(streams, next_tokens, batch, self._caches[-1])
 
 
+class Flipping(Workspace):
+    """Counts the parts of a step that begin to flip: what one of them starts from must not lie in a half that is emptied."""
+
+    parts = 0
+
+    def flip(self) -> None:
+        self.parts += self._other_half is None
+        super().flip()
+
+
 ASKS = [Asks(draws, edits, tops) for draws, edits, tops in product((False, True), (False, True), (-1, 0, 1, 20))]
 
 
@@ -214,7 +224,7 @@ def test_a_whole_decode_step_can_be_captured(name: str, sequences: int, speculat
     layout = kv_layout(main.config, "fp8" if main.config.quantised else "fp32")
     runner = cast(Runner, ShapesRunner(main, mtp, caches, layout))
     table = SequenceTable.make(sequences, sequences + 1, 64, main.config.vocab_size, META)
-    forward_space, finish_space = Workspace(512 << 20, META), Workspace(512 << 20, META)
+    forward_space, finish_space = Workspace(512 << 20, META), Flipping(512 << 20, META)
     for tokens in range(1, MOST_DRAFTS + 2):
         started: list[str] = []
         step = Step(runner, table, sequences, tokens, speculates)
@@ -226,8 +236,10 @@ def test_a_whole_decode_step_can_be_captured(name: str, sequences: int, speculat
             assert started[0] == "_begin_step" and len(started) > 10 * len(main.layers)
             for asks in ASKS:
                 started.clear()
+                finish_space.parts = 0
                 with finish_space.active(), NothingNew():  # type: ignore[no-untyped-call]
                     step.finish(asks)
+                assert finish_space.parts == (tokens - 1 if speculates else 0)
                 draw = ["_row_parameters", "_scan_kernel", *["_mass_kernel"] * asks.draws, "_draw_kernel"]
                 own = [*draw, "_finish_step"]
                 assert started[: len(own)] == own
@@ -366,9 +378,10 @@ def test_no_length_asks_for_new_code_of_the_kernels_that_only_the_large_model_ru
                         indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, 2048, keys)),
                         indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, few)),  # all of them
                         attention_cases.case(V4_FLASH, "", attention_cases.Shape(sequences, tokens, 512, True)),
+                        attention_cases.case(V4_FLASH, "", attention_cases.Shape(sequences, tokens, rows)),
                     )
                 ]
-                for sizes, keys, few in ((range(1, MOST + 1), 3008, 64), (doubling(MOST), 4096, 448))
+                for sizes, keys, few, rows in ((range(1, MOST + 1), 3008, 64, 40), (doubling(MOST), 4096, 448, 32))
             )
             assert not specialised(found + warm) and not_allowed(new_codes(found, warm)) == {}
             kernels = {kernel for codes in found for kernel in codes}

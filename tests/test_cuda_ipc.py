@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import logging
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +36,7 @@ from tests.transfer_rig import (
     DRIVER,
     LAYOUT,
     DeviceTransport,
+    HostStream,
     RawSender,
     ThreadTransport,
     collect,
@@ -268,6 +271,30 @@ def test_who_greets_again_leaves_nothing_open_and_nor_do_the_dead() -> None:
                 assert len(DRIVER.open_bases) == 2
         assert wait(lambda: gc.collect() >= 0 and not DRIVER.open_bases, 5)
     context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("path", ["cuda_ipc", "zeromq"])
+def test_what_is_still_being_computed_holds_up_nobody_else(path: str) -> None:
+    """Not another hand-off, not what the peers say; and the engine sleeps meanwhile."""
+    with pair(path, path) as (sender, receiver, source, target):
+        stream = HostStream()
+        sender.inner._memory._stream = stream
+        other = DeviceTransport(small_arena(seed=3), options=BulkOptions(path))
+        stream.computed = 2
+        turns, turn = itertools.count(), sender.inner._turn
+        sender.inner._turn = lambda: (next(turns), turn())
+        sender.write(other.address(), (8, 0), [Span("page", 2, 6, 0, PAGE)])  # mark 1
+        receiver.expect(KEY, 3, [5])
+        other.expect((8, 0), 3, [6])
+        sender.write(receiver.address(), KEY, [Span("page", 1, 5, 0, PAGE)])  # mark 2
+        assert [event.key for event in collect(sender, len)] == [(8, 0)]
+        begin = next(turns)
+        time.sleep(0.3)
+        assert 10 < next(turns) - begin < 350 and sender.poll() == []
+        stream.computed = 3
+        assert [event.key for event in collect(sender, len)] == [KEY]
+        assert torch.equal(target.pages[5], source.pages[1])
+        other.close()
 
 
 # --- what has no stand-in

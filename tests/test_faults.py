@@ -11,9 +11,9 @@ import pytest
 from kvtransfer.pages import PagePool, SeqKV
 from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent
-from kvtransfer.transports import Freed, Key, Span, Wrote
+from kvtransfer.transports import Drained, Freed, Key, Landed, Span, Wrote
 from kvtransfer.transports.faults import Faults, FaultyTransport
-from tests.transfer_rig import PAGE_TOKENS, rigged_transport, small_arena, thread_transport, wait
+from tests.transfer_rig import PAGE_TOKENS, collect, of_type, rigged_transport, small_arena, thread_transport, wait
 
 LENGTH = 2 * PAGE_TOKENS + 3
 
@@ -139,6 +139,24 @@ def test_the_same_seed_injects_the_same_faults() -> None:
         transport.close()
     assert counts[0] == counts[1]
     assert 10 < len(counts[0]) < 40
+
+
+def test_two_corrupt_writes_of_a_hand_off_do_not_cancel_out() -> None:
+    """Whatever their digests are: they are added up."""
+    source, target = small_arena(seed=1), small_arena(seed=2)
+    out, into = FaultyTransport(thread_transport(source), Faults(corrupt=1)), thread_transport(target)
+    for rid in range(20):
+        sums = [0, 0]
+        into.expect((rid, 0), 1, [1, 2])
+        for page in (1, 2):
+            out.write(into.address(), (rid, 0), [Span("page", page, page, 0, 10)])
+            sums[0] += sum(event.digest for event in of_type(collect(out, len), Wrote))
+            sums[1] += sum(event.digest for event in of_type(collect(into, len), Landed))
+        assert (sums[0] - sums[1]) % (1 << 64) == 2
+        into.revoke((rid, 0))
+        assert collect(into, len) == [Drained((rid, 0))]
+    out.close()
+    into.close()
 
 
 @pytest.mark.parametrize(("text", "word"), [("dorp=1", "'dorp' is no fault"), ("drop=x", "could not convert")])

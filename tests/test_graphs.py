@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,7 +20,7 @@ from triton.runtime.errors import OutOfResources
 
 from decode.graphs import EVERYTHING, GREEDY, SAMPLED, WAYS, CaptureFailed, CudaRecorder, Graphs, Results, batch_sizes, way_for
 from decode.stages import check
-from decode.step import Asks
+from decode.step import Asks, Step
 from kernels import backend, workspace
 from kernels.launch import launch, launches_go_to, stage
 from kernels.sample_triton import _scan_kernel
@@ -28,7 +29,7 @@ from kernels.trail import Trail
 from kernels.workspace import Ruler, Workspace
 from model.runner import Runner
 from tests import golden
-from tests.fake_runner import VOCAB, FakeRunner, expected_text
+from tests.fake_runner import VOCAB, FakeDrafter, FakeRunner, expected_text
 
 torch.set_num_threads(1)
 PROMPTS = [[5, 6, 7], [100, 3, 9, 9, 2, 8], [44] * 9]
@@ -166,7 +167,7 @@ def test_a_step_finishes_in_the_least_way_that_has_all_it_asks_for() -> None:
 
 
 def test_every_step_is_started_before_the_first_is_captured(caplog: pytest.LogCaptureFixture) -> None:
-    runner, recorder = FakeRunner(), FakeRecorder()
+    runner, recorder = FakeDrafter(), FakeRecorder()
     order: list[tuple[bool, int]] = []
     forward = runner.forward
     runner.forward = lambda batch: order.append((recorder.capturing, len(batch.slots))) or forward(batch)  # type: ignore
@@ -313,7 +314,7 @@ def test_without_graphs_every_size_is_started_once(unstarted: tuple[Runner, Sequ
     graphs, started = Graphs(*unstarted, 2, [1, 2]), []
     with launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)):
         graphs.warm_up([1, 2])
-    assert started.count("_scan_kernel") == 12, "two sizes, one and two tokens, three ways to finish"
+    assert started.count("_scan_kernel") == 18, "two sizes, three ways to finish, one token, and two with a draft behind them"
     with (
         launches_go_to(Broken("_scan_kernel", TOO_MUCH)),
         pytest.raises(CaptureFailed, match="batch 1, 1 token cannot be started"),
@@ -390,6 +391,65 @@ def test_what_a_kernel_takes_is_read_off_its_machine_code() -> None:
     assert "kernel wide_product, triton for sm_120" in place
     assert reason.startswith("it needs 131072 of shared memory, the card has 101376; it takes 131072 B of shared memory")
     assert "(a block has 101376)" in reason and "registers in 256 threads (a block has 65536)" in reason
+
+
+def test_steps_that_ran_once_keep_nothing_beside_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of every size, one beside the other, would be gigabytes."""
+    runner = FakeRunner()
+    held: list[int] = []
+
+    def emptied() -> None:
+        mine = [each for each in gc.get_objects() if type(each) is Step and id(each._runner) == id(runner)]
+        held.append(sum(hasattr(step, "_logits") for step in mine))
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", emptied)
+    Graphs(runner, SequenceTable.make(4, 16, 16, VOCAB, "cpu"), 4, [1], FakeRecorder())  # type: ignore[arg-type]
+    assert held == [0]
+
+
+def test_what_graphs_write_to_lives_as_long_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes of what the steps hold: one that is run eagerly later lets go of it, and the graphs do not know."""
+    made: list[weakref.ref[Workspace]] = []
+
+    class Forgetful(FakeRecorder):
+        """As CUDA's, which remembers addresses and no tensors."""
+
+        def record(self, run: Callable[[], Results]) -> tuple[Again, Results]:
+            with self.recording():
+                results = run()
+            return Again(lambda: None), results
+
+    def watched(nbytes: int, device: torch.device) -> Workspace:
+        space = Workspace(nbytes, device)
+        made.append(weakref.ref(space))
+        return space
+
+    monkeypatch.setattr("decode.graphs.Workspace", watched)
+    graphs = Graphs(FakeRunner(), SequenceTable.make(4, 16, 16, VOCAB, "cpu"), 4, [1], Forgetful())  # type: ignore[arg-type]
+    assert len(made) == 2 and all(space() is not None for space in made)
+    del graphs
+    gc.collect()
+    assert all(space() is None for space in made)
+
+
+def test_a_graph_begins_outside_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions of torch make the tensors that all graphs share with the first one, and write them with every next: made in
+    inference mode they could not be written outside (pytorch issue 166792)."""
+    modes: list[tuple[str, bool]] = []
+
+    class CUDAGraph:
+        def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+            modes.append(("begin", torch.is_inference_mode_enabled()))
+
+        def capture_end(self) -> None:
+            modes.append(("end", torch.is_inference_mode_enabled()))
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
+    with torch.inference_mode(), CudaRecorder(torch.device("cuda")).recording():
+        modes.append(("inside", torch.is_inference_mode_enabled()))
+    assert modes == [("begin", False), ("inside", True), ("end", True)]
 
 
 # --- --capture check

@@ -204,6 +204,12 @@ def test_a_drafts_parameters(drafted: int) -> None:
     assert (got.drafts[:, drafted:] == -1).all()
 
 
+def test_a_table_whose_words_no_int32_can_name_is_refused() -> None:
+    assert SequenceTable.make(64, 16_000, 16, 129_280, "meta").words.numel() < 1 << 31
+    with pytest.raises(ValueError, match=r"17000 slots .* lower --num-slots"):
+        SequenceTable.make(64, 17_000, 16, 129_280, "meta")
+
+
 @pytest.mark.usefixtures("either_backend")
 def test_stop_ids_are_forbidden_up_to_the_token_from_which_it_may_stop() -> None:
     """may_stop_from is a position: the first whose token may be a stop."""

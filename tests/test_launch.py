@@ -11,12 +11,15 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from scripts import launch_local
+from scripts.launch_local import LocalConfig, System
 from tests.system import ROOT, TINY, Server, running
 
 
@@ -193,3 +196,40 @@ def test_an_unequal_worker_is_refused_with_the_field(model: str, flags: list[str
         assert done.returncode == 3, done.stderr
         assert "refused" in done.stderr and field in done.stderr, done.stderr
         assert server.complete(prompt=[5, 6, 7], max_tokens=2).status == 200
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        ("0", [("prefill-0", "0", "0.300"), ("decode-0", "0", "0.600"), ("decode-1", "0", "0.900")]),
+        ("2,5", [("prefill-0", "2", "0.450"), ("decode-0", "5", ""), ("decode-1", "2", "0.900")]),
+        ("1,2,3", [("prefill-0", "1", ""), ("decode-0", "2", ""), ("decode-1", "3", "")]),
+    ],
+)
+def test_workers_that_share_a_gpu_start_one_after_another_with_a_part_of_it_each(
+    gpus: str, expected: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A worker takes what is free up to its fraction: two at once would each count on all of it."""
+    serving: list[str] = []
+    started: list[tuple[str, str, str]] = []
+
+    class Child:
+        def __init__(self, name: str, command: list[str], log_dir: Path, environment: dict[str, str]) -> None:
+            self.name = name
+            if name == "router":
+                return
+            gpu = environment["CUDA_VISIBLE_DEVICES"]
+            before = [other for other, its, _ in started if its == gpu]
+            assert serving[-1:] == before[-1:] or not before, "the one before on this GPU is not serving yet"
+            given = dict(pairwise(command))
+            started.append((name, gpu, given.get("--memory-fraction", "")))
+
+        def line(self, prefix: str) -> str:
+            if prefix == "serving ":
+                serving.append(self.name)
+            return "x"
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(launch_local, "Child", Child)
+    System(LocalConfig(decode=2, device="cuda", log_dir=str(tmp_path))).start()
+    assert started == expected

@@ -18,7 +18,7 @@ from prefill.config import PrefillConfig
 from prefill.worker import allot as allot_prefill
 from scripts.kv_ends import flash_layout
 from tests import golden
-from tests.fake_runner import FakeRunner
+from tests.fake_runner import FakeDrafter
 from tests.test_graphs import FakeRecorder
 
 torch.set_num_threads(1)
@@ -39,7 +39,7 @@ class Gauge:
         return self._peak
 
 
-class Unsized(FakeRunner):
+class Unsized(FakeDrafter):
     """A runner whose arena comes later. `made`: the arenas it had."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Unsized(FakeRunner):
 
     def make_arena(self, num_pages: int, num_slots: int) -> None:
         self.measured = self.steps
-        FakeRunner.__init__(self, num_pages=num_pages, num_slots=num_slots)
+        FakeDrafter.__init__(self, num_pages=num_pages, num_slots=num_slots)
         self.made.append((num_pages, num_slots))
 
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.kernel_backend import DEVICE, triton_backend  # before any kernel
+from tests.kernel_backend import DEVICE, WORKSPACE_BYTES, Poisoned, triton_backend  # before any kernel
 
 # isort: split
+from decode.graphs import GREEDY
+from decode.step import Step
 from kernels import backend
 from kernels.launch import launches_go_to
+from kernels.sequences import SequenceTable
 from model.batch import Batch, Row
 from model.hyper import HyperConnection
 from model.runner import Runner, chunk_lengths, doubling
@@ -67,6 +70,37 @@ def test_the_draft_layer_on_the_kernels(name: str, rows: list[tuple[int, int, in
         assert (values != wanted).double().mean() < 0.001
     else:
         torch.testing.assert_close(values.view(torch.float32), wanted.view(torch.float32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures(triton_backend.__name__)
+def test_a_step_with_drafts_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two drafts are verified, one of them right, and two are made behind it, each pass in poisoned memory of which it gives
+    back what it took: the report and the drafts are those of the references."""
+    kernels, name = backend.active(), "tiny-bf16"
+    ids, following = golden.prompt(name, "len1")
+    reference = Runner(golden.model_dir(name), "cpu", page_tokens=golden.PAGE_TOKENS, num_pages=8, num_slots=3)
+    backend.use(kernels)
+    monkeypatch.setattr(backend, "choose", lambda device: backend.active())
+    model = Runner(golden.model_dir(name), str(DEVICE), page_tokens=golden.PAGE_TOKENS, num_pages=8, num_slots=3)
+    found = []
+    for runner, active in ((model, kernels), (reference, backend.REFERENCE)):
+        backend.use(active)
+        table = SequenceTable.make(1, 3, 16, runner.config.vocab_size, runner.device)
+        table.rows[0], table.tokens[2], table.pages[2, 0] = 2, ids[0], 3
+        table.drafts[2, :2] = torch.tensor([following[0], following[1] + 1])
+        step = Step(runner, table, 1, 3, speculates=True)
+        spaces = [Poisoned(WORKSPACE_BYTES, runner.device) for _ in range(2)]
+        with torch.inference_mode():
+            with spaces[0].active():
+                step.forward()
+            with spaces[1].active():
+                step.finish(GREEDY)
+        found.append((step.report[0, :5].tolist(), table.lengths.tolist(), table.drafts[2].tolist()))
+    backend.use(kernels)
+    assert found[0] == found[1]
+    report, lengths, drafts = found[0]
+    assert report[:4] == [2, 0, *following[:2]] and lengths == [0, 0, 2]
+    assert min(drafts[:2]) >= 0 and drafts[2:] == [-1, -1]
 
 
 def test_warming_up_starts_every_kernel_on_the_page_that_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:

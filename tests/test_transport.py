@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from kvtransfer.arena import Arena
 from kvtransfer.digest import chunk_digest, combine, span_digest
 from kvtransfer.layout import Field, KVLayout
+from kvtransfer.sharing import SharedMemory
 from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Place, Span, Transport, Wrote, open_transport
 from kvtransfer.transports.bulk import BulkTransport, _keep_freed_memory
 from kvtransfer.transports.channel import REASON_BYTES, Channel, channel_pair, unpack_event
@@ -996,6 +997,13 @@ memory = SharedMemory.create(8192)
 print(os.getpid(), memory.fd, memory.name.hex(), flush=True)
 sys.stdin.read()
 """
+
+
+def test_memory_is_shared_where_the_kernel_has_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmap.MADV_HUGEPAGE", 9999)  # advice that this kernel does not know
+    memory = SharedMemory.create(8192)
+    os.close(memory.fd)
+    assert memory.map[8192:8208] == memory.name
 
 
 @contextlib.contextmanager

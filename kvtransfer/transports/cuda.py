@@ -38,6 +38,8 @@ class Stream(Protocol):
 
     def mark(self) -> int: ...
 
+    def reached(self, mark: int) -> bool: ...
+
     def after(self, mark: int) -> Any:
         """A context: what it issues starts after the mark (0: at once), and is done when it is left, whichever way."""
         ...
@@ -78,6 +80,9 @@ class SideStream:
         self._newest = number  # in this order: the other thread finds what it names
         self._events.pop(number - _MARKS, None)
         return number
+
+    def reached(self, mark: int) -> bool:
+        return bool(self._event(mark).query())  # type: ignore[no-untyped-call]
 
     @contextmanager
     def after(self, mark: int) -> Iterator[None]:
@@ -120,6 +125,9 @@ class CudaMemory(DeviceMemory):
 
     def mark(self) -> int:
         return self._stream.mark()
+
+    def reached(self, mark: int) -> bool:
+        return self._stream.reached(mark)
 
     def direct(self, place: Place, mark: int) -> None:
         return None

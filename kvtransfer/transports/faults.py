@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from kvtransfer.digest import combine
 from kvtransfer.transports import Drained, Event, Key, Link, Lost, Span, Transport, Wrote
 
 
@@ -132,9 +133,9 @@ class FaultyTransport:
 
     def _changed(self, event: Event) -> Event:
         match event:
-            case Wrote() if event.key in self._corrupt:  # a bit of what was sent is not the bit that arrives
+            case Wrote() if event.key in self._corrupt:  # as if other bytes had been sent; two of these do not cancel out
                 self._corrupt.discard(event.key)
-                return replace(event, digest=event.digest ^ 1)
+                return replace(event, digest=combine((event.digest, 1)))
             case Drained() if event.key in self._cut:
                 return Lost(event.key, "the connection was cut (injected)")
         return event

@@ -72,6 +72,11 @@ class Jobs:
                 del queues[peer]
         return list({**self._queues, **self._again})
 
+    def next_mark(self, peer: str) -> int | None:
+        """What the next chunk for `peer` has to wait for; None for nothing."""
+        queue = self._queues.get(peer)
+        return None if self._again.get(peer) or not queue else queue[0].mark
+
     def next_piece(self, peer: str, chunk_bytes: int) -> Piece | None:
         """The next chunk for `peer`: as many spans of its first job as fit, one at least."""
         again = self._again.get(peer)

@@ -35,6 +35,10 @@ class Memory(Protocol):
         """Names a point in the computing thread's work; a copy that is given it starts after what was issued before."""
         ...
 
+    def reached(self, mark: int) -> bool:
+        """Whether a copy that is given this mark would not have to wait."""
+        ...
+
     def direct(self, place: Place, mark: int) -> Bytes | None:
         """The very bytes of a place, to be sent from or written to; None where a host cannot touch them."""
         ...
@@ -96,6 +100,9 @@ class CpuMemory:
 
     def mark(self) -> int:
         return 0
+
+    def reached(self, mark: int) -> bool:
+        return True
 
     def direct(self, place: Place, mark: int) -> Bytes:
         kind, number, offset, nbytes = place

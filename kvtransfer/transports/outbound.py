@@ -43,6 +43,7 @@ CREDIT = 4  # chunks under way on one connection: with CHUNK_BYTES, what a peer 
 PROBE_BYTES = 16 << 20
 IDLE_S = 300.0  # an unused connection is closed: decode workers come and go
 RETEST_S = 5.0  # a peer that was too slow is tested again after so long
+COMPUTING_MS = 1  # to look again whether what is to be sent has been computed
 _ACKS = 64  # read in one go
 _REFUSALS = {
     LATE: "has closed the window",
@@ -127,8 +128,9 @@ class Outbound:
 
     def wait_ms(self) -> int:
         """How long the engine may sleep: 0 when something could be sent now."""
-        if any(self._can_send(self._peers[address]) for address in self._jobs.peers() if address in self._peers):
-            return 0
+        open_peers = [peer for peer in map(self._peers.get, self._jobs.peers()) if peer is not None and self._can_send(peer)]
+        if open_peers:
+            return 0 if any(map(self._computed, open_peers)) else COMPUTING_MS
         if self._jobs.closing:
             return 5
         return 250 if self._jobs.peers() or any(peer.busy for peer in self._peers.values()) else 10_000
@@ -254,11 +256,16 @@ class Outbound:
         tested = peer.link is not None and peer.link.usable and peer.path
         return bool(tested) and any(len(lane.under_way) < CREDIT for lane in peer.lanes)
 
+    def _computed(self, peer: Peer) -> bool:
+        """Whether the next chunk for it could be read now: waiting for it would hold up the others."""
+        mark = self._jobs.next_mark(peer.address)
+        return mark is None or self._memory.reached(mark)
+
     def _send(self, peer: Peer, now_s: float) -> None:
         if not peer.busy:
             peer.moved_s = now_s
         for lane in peer.lanes:
-            if len(lane.under_way) < CREDIT:
+            if len(lane.under_way) < CREDIT and self._computed(peer):
                 piece = self._jobs.next_piece(peer.address, FETCH_BYTES if peer.path == "cuda_ipc" else CHUNK_BYTES)
                 if piece is None:
                     return

@@ -1,0 +1,288 @@
+"""What speculation is worth: tokens a step and time a token, on a model whose drafts are real and at the released widths.
+
+``python -m scripts.bench_speculate`` continues held-out text with the bundled model, with 0 to 3 drafts a step in turn, and
+compares two ways to accept a draft of a drawn text: when it is the token that is drawn, and rejection sampling. With
+``--device cuda`` it also makes a model of DeepSeek-V4-Flash's widths and few layers in memory, whose drafts are random, and
+times its steps of one to four tokens a sequence: what a draft costs there, and the speed that follows for an acceptance.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from decode.engine import Engine
+from decode.graphs import CudaRecorder, Graphs
+from decode.sequence import Sequence
+from kernels import backend
+from kernels.sequences import MOST_DRAFTS, SequenceTable
+from kernels.workspace import Workspace
+from kvtransfer.pages import SeqKV
+from model.batch import TABLE_STEP, Batch, Row
+from model.config import ModelConfig
+from model.runner import Runner
+from prefill.engine import Engine as PrefillEngine
+from prefill.prompt import Chunk, Prompt
+from scripts.bench_decode import WORKSPACE_BYTES
+from scripts.decode_floor import step_bytes
+from scripts.decode_steps import MOST_STEPS, Steps, fill_memory, last_positions
+from scripts.launch_local import BUNDLED_MODEL
+from scripts.random_checkpoint import RandomCheckpoint
+from scripts.released_config import RELEASED, with_layers
+from scripts.tiny_data import HELD_OUT_SEED, World
+from scripts.tiny_measure import held_out
+from wire.messages import Prefill, SamplingParams, pack_ids
+from wire.options import option, parse
+
+PAGE_TOKENS = 256
+TEMPERATURES = (0.3, 0.7, 1.0)
+ACCEPTED_PROMPTS, ACCEPTED_TOKENS = 16, 240  # of held-out text
+ACCEPTANCES = (0.8, 0.6, 0.4)  # of the draft at each position, when those before it are
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Speculation on the bundled model and at the released widths."""
+
+    batches: str = option("1,8,32,64", help="sequences of a step")
+    drafts: str = option("0,1,2,3", help="drafts of a step; 0 is what the others are compared with")
+    prompt_tokens: int = option(96, help="held-out text before what is generated")
+    tokens: int = option(64, help="tokens that every sequence gets in a round")
+    rounds: int = option(3, help="how often the numbers of drafts take turns")
+    temperature: float = option(0.0, help="of the sampled text; 0: greedy")
+    layers: int = option(8, help="layers of the model of the released widths; 0: without it")
+    widths: str = option("v4-flash", help="tiny: those of bundled/tiny, also on a CPU", choices=("v4-flash", "tiny"))
+    context: int = option(8192, help="tokens of its sequences")
+    replays: int = option(40, help="steps of one timing there")
+    device: str = option("cpu", help="where to compute", choices=("cpu", "cuda"))
+    threads: int = option(1, help="CPU threads of the model")
+    json: str = option("", help="also write the figures to this file")
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens + self.tokens + MOST_DRAFTS > PAGE_TOKENS:
+            raise ValueError(f"--prompt-tokens and --tokens: together at most {PAGE_TOKENS - MOST_DRAFTS}, a page")
+        if not 0 < self.replays <= MOST_STEPS // (MOST_DRAFTS + 1):
+            raise ValueError(f"--replays is {self.replays}: from 1 to {MOST_STEPS // (MOST_DRAFTS + 1)}")
+        if self.numbers("drafts")[0] or max(self.numbers("drafts")) > MOST_DRAFTS:
+            raise ValueError(f"--drafts {self.drafts}: 0 comes first, and {MOST_DRAFTS} is the most")
+
+    def numbers(self, name: str) -> list[int]:
+        return [int(each) for each in getattr(self, name).split(",")]
+
+
+@cache
+def held_out_world() -> World:
+    return held_out(Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json")))
+
+
+class Bundled:
+    """Held-out text, prefilled and continued by the decode engine: each sequence in a slot and a page of its own."""
+
+    def __init__(self, config: BenchConfig, batch: int) -> None:
+        self.config, self.batch = config, batch
+        self.runner = Runner(str(BUNDLED_MODEL), config.device, num_pages=batch + 1, num_slots=batch + 1)
+        world, rng = held_out_world(), random.Random(HELD_OUT_SEED)
+        self.rounds = [
+            [world.story_sequence(rng, config.prompt_tokens).ids.tolist() for _ in range(batch)] for _ in range(config.rounds)
+        ]
+        self.engines = {drafts: self._engine(drafts) for drafts in config.numbers("drafts")}
+        self._admitted = 0
+
+    def _engine(self, drafts: int) -> Engine:
+        """As a worker's that is started with --speculate `drafts`."""
+        device, cuda = self.runner.device, self.config.device == "cuda"
+        table = SequenceTable.make(self.batch, self.batch + 1, TABLE_STEP, self.runner.config.vocab_size, device)
+        recorder = CudaRecorder(device) if cuda else None
+        graphs = Graphs(self.runner, table, self.batch, range(1, drafts + 2), recorder, [self.batch])
+        return Engine(table, graphs, spare_pages=1, depth=int(cuda))
+
+    def round(self, number: int, drafts: int) -> tuple[list[float], list[list[int]]]:
+        """Continues the prompts of a round: the seconds of each step, and the tokens that it brought each sequence. The first
+        step, which has no drafts yet, and those after the first sequence is complete are left out. On a CPU seconds are those
+        of this process, whatever else the machine does meanwhile."""
+        clock = time.process_time if self.config.device == "cpu" else time.perf_counter
+        prompts = self.rounds[number]
+        self._prefill(prompts)
+        engine, sequences = self.engines[drafts], self._sequences(prompts)
+        seconds, counts, last_s = [], [], 0.0
+        while all(sequence.generated < self.config.tokens for sequence in sequences):
+            engine.launch(sequences, drafts + 1)
+            if engine.in_flight > engine.depth:
+                found, choices = engine.collect()
+                now_s = clock()
+                for sequence, choice in zip(found, choices, strict=True):
+                    sequence.extend(choice.tokens)
+                seconds.append(now_s - last_s)
+                counts.append([len(choice.tokens) for choice in choices])
+                last_s = now_s
+        while engine.in_flight:
+            engine.collect()
+        return seconds[1:], counts[1:]
+
+    def _prefill(self, prompts: list[list[int]]) -> None:
+        engine = PrefillEngine(self.runner)
+        for slot, ids in enumerate(prompts, 1):
+            message = Prefill(slot, 0, pack_ids(ids), len(ids), (0,), SamplingParams(max_tokens=1, seed=0), "", "", 60.0)
+            prompt = Prompt((slot, 0), message, ids, [0], 0.0, 60.0, None, SeqKV(slot, [slot]))
+            engine.compute([Chunk(prompt, prompt.remaining)])
+
+    def _sequences(self, prompts: list[list[int]]) -> list[Sequence]:
+        self._admitted += 1
+        sampling = SamplingParams(
+            max_tokens=PAGE_TOKENS - self.config.prompt_tokens, seed=0, temperature=self.config.temperature, ignore_eos=True
+        )
+        return [
+            Sequence(
+                key=(slot, self._admitted),
+                sample=0,
+                serial=(self._admitted, slot),
+                tokens=list(ids),
+                prompt_tokens=len(ids),
+                sampling=replace(sampling, seed=slot),
+                eos_token_id=self.runner.config.eos_token_id,
+                kv=SeqKV(slot, [slot]),
+                router_inbox="",
+                deadline_s=math.inf,
+                arrived_s=0.0,
+            )
+            for slot, ids in enumerate(prompts, 1)
+        ]
+
+
+def bundled(config: BenchConfig) -> list[Figures]:
+    """A row for each batch and number of drafts."""
+    rows = []
+    for batch in config.numbers("batches"):
+        side = Bundled(config, batch)
+        seconds: dict[int, list[float]] = {drafts: [] for drafts in side.engines}
+        counts: dict[int, list[int]] = {drafts: [] for drafts in side.engines}
+        for number in range(config.rounds):
+            for drafts in side.engines:
+                taken, brought = side.round(number, drafts)
+                seconds[drafts] += taken
+                counts[drafts] += [count for each in brought for count in each]
+        plain_s = statistics.median(seconds[0])
+        for drafts in side.engines:
+            step_s, length = statistics.median(seconds[drafts]), statistics.fmean(counts[drafts])
+            row: Figures = {"batch": batch, "drafts": drafts, "tokens_a_step": length, "step_ms": 1000 * step_s}
+            row |= {"step_ratio": step_s / plain_s, "tokens_per_s": batch * length / step_s}
+            rows.append(row | {"speed_up": length * plain_s / step_s} | by_position(counts[drafts], drafts))
+            print(row, file=sys.stderr, flush=True)
+    return rows
+
+
+def by_position(counts: list[int], drafts: int) -> dict[str, float]:
+    """How often the draft at each position is accepted when all before it are."""
+    found = {}
+    for place in range(1, drafts + 1):
+        reached = sum(count >= place for count in counts)
+        found[f"accepted_{place}"] = sum(count > place for count in counts) / max(reached, 1)
+    return found
+
+
+@torch.inference_mode()
+def acceptance(config: BenchConfig) -> list[Figures]:
+    """How often the first draft behind each token of held-out text is accepted, by what the two models' probabilities say:
+    argmax for argmax; drawn with the noise of the token that it stands for; and by rejection sampling."""
+    runner = Runner(str(BUNDLED_MODEL), config.device, num_pages=ACCEPTED_PROMPTS + 1, num_slots=ACCEPTED_PROMPTS + 1)
+    world, rng = held_out_world(), random.Random(HELD_OUT_SEED)
+    texts = [world.story_sequence(rng, ACCEPTED_TOKENS).ids.tolist() for _ in range(ACCEPTED_PROMPTS)]
+    rows = [Row(ids[:-1], 0, slot, [slot]) for slot, ids in enumerate(texts, 1)]
+    batch = Batch.build(rows, PAGE_TOKENS, runner.device)
+    streams = runner.forward(batch)
+    following = torch.tensor([token for ids in texts for token in ids[1:]], device=runner.device)
+    drafted = runner.draft_logits(runner.draft_streams(streams, following, batch))
+    apart = (ACCEPTED_PROMPTS, ACCEPTED_TOKENS - 1, -1)
+    drawn = runner.logits(streams).view(apart)[:, 1:].flatten(0, 1).double()  # behind the token that its draft was given
+    drafted = drafted.view(apart)[:, :-1].flatten(0, 1).double()
+    found = [{"temperature": 0.0, "same_noise": (drawn.argmax(-1) == drafted.argmax(-1)).double().mean().item()}]
+    for temperature in TEMPERATURES:
+        p, q = (torch.softmax(logits / temperature, -1) for logits in (drawn, drafted))
+        last_p, last_q = p.cumsum(-1), q.cumsum(-1)
+        same = (torch.minimum(last_p, last_q) - torch.maximum(last_p - p, last_q - q)).clamp(min=0).sum(-1)
+        rejection = torch.minimum(p, q).sum(-1)
+        found.append({"temperature": temperature, "same_noise": same.mean().item(), "rejection": rejection.mean().item()})
+    return found
+
+
+def released(config: BenchConfig) -> list[Figures]:
+    """Steps with drafts at the released widths: their cost, what of it is experts, and the speed that follows."""
+    rows: list[Figures] = []
+    batches, drafts = config.numbers("batches"), config.numbers("drafts")
+    tiny = json.loads((BUNDLED_MODEL / "config.json").read_text())
+    few = with_layers(tiny if config.widths == "tiny" else RELEASED, config.layers)
+    mtp = {"num_nextn_predict_layers": 1, "compress_ratios": [*few["compress_ratios"], 0]}
+    model = ModelConfig.from_json(few | mtp)
+    pages = 1 + max(batches) * -(-(config.context + MOST_STEPS) // PAGE_TOKENS)
+    checkpoint = RandomCheckpoint(model, config.device)
+    runner = Runner(checkpoint, config.device, page_tokens=PAGE_TOKENS, num_pages=pages, num_slots=max(batches) + 1)
+    fill_memory(runner)
+    workspace = Workspace(WORKSPACE_BYTES, config.device) if backend.active().triton else None
+    without = Steps(runner, workspace, config.context + 2 * MOST_STEPS, batches)  # whose steps know nothing of the MTP layer
+    steps = Steps(runner, workspace, config.context + 2 * MOST_STEPS, batches, range(1, max(drafts) + 2))
+    for batch in batches:
+        without.prepare(batch, config.context)
+        plain_ms = without.step_ms(config.replays, greedy=True)
+        steps.prepare(batch, config.context)
+        contexts = (last_positions(batch, config.context) + 1).tolist()
+        for count in drafts:
+            asked = steps.experts_verified(count + 1)
+            moved = step_bytes(model, contexts, asked)
+            step_ms = steps.step_ms(config.replays, greedy=True, tokens=count + 1) if count else plain_ms
+            row: Figures = {"layers": config.layers, "batch": batch, "context": config.context, "tokens": count + 1}
+            row |= {"step_ms": step_ms, "step_ratio": step_ms / plain_ms, "experts_asked": statistics.fmean(asked)}
+            row |= {"experts_of_bytes": moved.experts / moved.step}
+            row |= {f"speed_up_{rate}": expected(rate, count) * plain_ms / step_ms for rate in ACCEPTANCES}
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+    return rows
+
+
+def expected(rate: float, drafts: int) -> float:
+    """Tokens of a step whose drafts are accepted so often, each when those before it are."""
+    return sum(rate**place for place in range(drafts + 1))
+
+
+def table(rows: list[Figures]) -> str:
+    """Markdown; a column for whatever any row has."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for row in rows:
+        cells = [row.get(name, "") for name in names]
+        lines.append("| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    config = parse(BenchConfig, "bench_speculate")
+    torch.set_num_threads(config.threads)
+    where = torch.cuda.get_device_name() if config.device == "cuda" else f"CPU ({platform.machine()})"
+    figures: Figures = {"machine": f"{where}, Python {platform.python_version()}, torch {torch.__version__}"}
+    print(figures["machine"])
+    figures["bundled"] = bundled(config)
+    print(f"\nbundled model, held-out text\n\n{table(figures['bundled'])}")
+    figures["acceptance"] = acceptance(config)
+    print(f"\nfirst drafts of a drawn text that are accepted\n\n{table(figures['acceptance'])}")
+    if config.layers and (config.device == "cuda" or config.widths == "tiny"):
+        figures["released"] = released(config)
+        print(f"\nwidths {config.widths}, {config.layers} layers, random weights and drafts\n\n{table(figures['released'])}")
+    if config.json:
+        Path(config.json).write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

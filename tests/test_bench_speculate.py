@@ -1,0 +1,45 @@
+"""The short form of scripts/bench_speculate.py: every section on a CPU, tiny widths for the released ones. No speeds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from scripts import bench_speculate
+from scripts.bench_speculate import BenchConfig, by_position, expected, main
+from wire.options import parse
+
+SHORT = [
+    *("--batches", "2", "--drafts", "0,2", "--rounds", "1", "--tokens", "8", "--prompt-tokens", "40"),
+    *("--widths", "tiny", "--layers", "4", "--context", "300", "--replays", "1"),
+]
+
+
+def test_every_section_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    monkeypatch.setattr("sys.argv", ["bench_speculate", *SHORT, "--json", str(path)])
+    with patch.object(bench_speculate, "ACCEPTED_PROMPTS", 2), patch.object(bench_speculate, "ACCEPTED_TOKENS", 60):
+        assert main() == 0
+    figures = json.loads(path.read_text())
+    plain, drafted = figures["bundled"]
+    assert plain["tokens_a_step"] == 1 == plain["speed_up"] and 1 < drafted["tokens_a_step"] <= 3
+    for row in figures["acceptance"][1:]:
+        assert 0.5 < row["same_noise"] <= row["rejection"] + 1e-9 <= 1 + 1e-6
+    alone, verified = figures["released"]
+    assert verified["experts_asked"] >= alone["experts_asked"] and 0 < verified["experts_of_bytes"] < 1
+    assert verified["speed_up_0.8"] == pytest.approx(2.44 / verified["step_ratio"])
+    assert "| batch | drafts |" in capsys.readouterr().out
+
+
+def test_figures_of_counts() -> None:
+    assert by_position([1, 3, 2, 3], 2) == {"accepted_1": 0.75, "accepted_2": pytest.approx(2 / 3)}
+    assert expected(0.5, 2) == 1.75
+
+
+@pytest.mark.parametrize("wrong", [["--drafts", "1,2"], ["--drafts", "0,5"], ["--tokens", "200"], ["--replays", "0"]])
+def test_what_cannot_be_measured_is_refused(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(BenchConfig, "bench_speculate", wrong)
