@@ -207,9 +207,9 @@ class Scheduler:
             self._fail_sequence(sequence, cause, f"{error} (position {len(sequence.tokens)})", retryable=False)
 
     def fail_step(self, batch: list[Sequence], reason: str) -> None:
-        """A step has raised: its sequences end, and nothing else."""
+        """The newest step has raised: its sequences end, and nothing else."""
         self._metrics.add("step_failures")
-        self._land(batch)
+        self._land(batch, newest=True)
         for sequence in [s for s in batch if not s.over]:
             self._fail_sequence(sequence, "internal", reason, retryable=True)
 
@@ -314,10 +314,10 @@ class Scheduler:
             self._finish(sequence)
         return reason
 
-    def _land(self, batch: list[Sequence]) -> None:
-        """The oldest step in flight is done: what was over and waited for it gives back its pages and slot."""
+    def _land(self, batch: list[Sequence], newest: bool = False) -> None:
+        """The oldest step in flight, or the newest, is done: what was over and waited for it gives back its pages and slot."""
         for sequence in batch:
-            del sequence.in_flight[0]
+            del sequence.in_flight[-1 if newest else 0]
             if sequence.over and not sequence.in_flight:
                 self.leaving.remove(sequence)
                 self.pool.drop(sequence.kv)

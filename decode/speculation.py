@@ -109,6 +109,8 @@ class Speculation:
         plain = self._costs.seconds(rows, 1)
         if not plain:
             return 1
+        if self._credit_s is not None and self._credit_s < 0:
+            self._left = 0  # worse than was expected
         if not self._left:
             self._choose(rows)
             self._look_around(rows, plain)
@@ -127,16 +129,21 @@ class Speculation:
             self._length += (length - self._length) * (1 - FADE)
         plain = self._costs.seconds(rows, 1)
         if plain:
-            self._pay(seconds, tokens, length, plain)
+            self._pay(seconds, tokens, length, plain, self._costs.seconds(rows, tokens))
 
-    def _pay(self, seconds: float, tokens: int, length: float, plain: float) -> None:
-        """length: tokens that a row has got. plain: the seconds of a step without drafts."""
-        most = LOOK_STEPS * (len(self._all) - 1) * plain  # what looking once at all numbers of tokens costs at worst
+    def _pay(self, seconds: float, tokens: int, length: float, plain: float, usual: float) -> None:
+        """length: tokens that a row has got. plain: the seconds of a step without drafts. usual: of one of so many tokens; 0
+        when it is not known."""
+        most = self._most(plain)
         credit = most if self._credit_s is None else self._credit_s + SHARE * seconds
-        if tokens > 1:
-            credit += max(plain * length - seconds, -tokens * plain)  # what took longer was not the drafts' doing
+        if tokens > 1:  # what took longer than this was not the drafts' doing
+            credit += plain * length - min(seconds, max((tokens + length) * plain, usual))
         self._credit_s = min(credit, most)
         self._overdrawn = self._credit_s < (most / 2 if self._overdrawn else 0)
+
+    def _most(self, plain: float) -> float:
+        """Seconds on a full account: what looking once at all numbers of tokens costs, each as long as it may be to pay."""
+        return LOOK_STEPS * (len(self._all) - 1) * plain
 
     def report(self, metrics: Metrics) -> None:
         """For /metrics: the drafts of a step now, the tokens that steps with drafts bring a row, and what became of the drafts
@@ -164,13 +171,22 @@ class Speculation:
         return self._acceptance.length(tokens) / seconds if seconds else 0.0
 
     def _look_around(self, rows: int, plain: float) -> None:
-        """Begins a look at what is not known, or, when it is time, at the next number of tokens in turn."""
+        """Begins a look at what is not known, or, when it is time, at the next number of tokens in turn. One that the account
+        can never afford is looked at when that is full, as it may have been measured at a bad time; no other waits for it."""
         unknown = [tokens for tokens in self._all if not self._costs.seconds(rows, tokens)]
-        if not unknown and self._since_look < LOOK_PERIOD:
+        if self._credit_s is None or (not unknown and self._since_look < LOOK_PERIOD):
             return
+        most = self._most(plain)
+        full = self._credit_s >= most
         others = [tokens for tokens in (unknown or self._all) if tokens != self._chosen]
-        tokens = next((tokens for tokens in others if tokens > self._looking), others[0])
+        for tokens in sorted(others, key=lambda tokens: tokens <= self._looking):
+            price = LOOK_STEPS * (self._expected(rows, tokens, plain) - plain)
+            if full or price <= self._credit_s:
+                self._looking, self._left, self._since_look = tokens, LOOK_STEPS, 0
+            if full or price <= most:
+                return
+
+    def _expected(self, rows: int, tokens: int, plain: float) -> float:
+        """Seconds of a step, in proportion to one of a token less while it is not known."""
         fewer = self._costs.seconds(rows, tokens - 1) or plain
-        costs = self._costs.seconds(rows, tokens) or fewer * tokens / max(tokens - 1, 1)
-        if self._credit_s is not None and self._credit_s >= LOOK_STEPS * (costs - plain):
-            self._looking, self._left, self._since_look = tokens, LOOK_STEPS, 0
+        return self._costs.seconds(rows, tokens) or fewer * tokens / max(tokens - 1, 1)

@@ -267,6 +267,17 @@ class Bench:
         assert len(set(slots)) == len(slots) and pool.free_slots + len(slots) == pool.total_slots
 
 
+def test_a_step_that_raises_leaves_the_one_before_in_flight() -> None:
+    """What a worker reads of that when it lands: the tokens that it was begun with."""
+    bench = Bench(num_pages=20, max_batch=4, depth=1, tokens=5)
+    bench.offer(9, 1, replace(GREEDY, max_tokens=30))
+    bench.scheduler.admit(0.0)
+    bench.arrive()
+    [sequence] = bench.scheduler.next_batch(5)
+    bench.scheduler.fail_step(bench.scheduler.next_batch(1), "it raised")
+    assert sequence.over and sequence.in_flight == [5] and bench.scheduler.leaving == [sequence]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 200)), min_size=1, max_size=60),
     st.integers(9, 24),

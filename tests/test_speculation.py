@@ -129,6 +129,27 @@ def test_it_follows_the_batch() -> None:
     assert sum(count == 1 for count in many) >= 0.85 * len(many)
 
 
+def test_what_is_too_dear_does_not_end_the_looks() -> None:
+    """Four drafts cost more than the account ever holds; three are nearly free, and begin to be right late."""
+    costs = (1.0, 1.1, 1.2, 1.3, 6.0)
+    rates = ((0.0,) * MOST, (0.9,) * MOST)
+    machine = Machine(lambda rows, tokens: 0.004 * costs[tokens - 1], lambda step: rates[step >= 3000])
+    run = machine.run(Speculation(MOST, batch_sizes(8)), 9000)
+    assert sum(count == 4 for count in run.tokens[-2000:]) >= 0.8 * 2000
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_a_first_look_at_a_bad_time_is_not_the_last(most: int) -> None:
+    """The first steps with drafts take ten times as long as those that come later."""
+    slow = iter(range(LOOK_STEPS))
+
+    def cost(rows: int, tokens: int) -> float:
+        return 0.004 * (1 + 0.1 * (tokens - 1)) * (10 if tokens > 1 and next(slow, None) is not None else 1)
+
+    run = Machine(cost, steady(0.9, 0.9, 0.9, 0.9)).run(Speculation(most, batch_sizes(8)), 16_000)
+    assert sum(count > 1 for count in run.tokens[-2000:]) >= 0.9 * 2000
+
+
 def test_it_does_not_waver_between_equals() -> None:
     """One draft brings exactly what it costs more or less; measured with noise, the choice changes now and then only."""
     machine = Machine(linear(0.45), steady(0.5), noise=0.05)

@@ -89,7 +89,7 @@ class WorkerConfig:
     def require(self, **least: int) -> None:
         """Raises ValueError for the first of these options that is less than it may be."""
         for name, minimum in least.items():
-            if getattr(self, name) < minimum:
+            if not getattr(self, name) >= minimum:  # NaN is not
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {minimum}")
 
 
