@@ -201,7 +201,7 @@ def cases(widths: Widths) -> list[Case]:
     found = []
     for kind, dtype in kinds[:2] if widths is V4_FLASH else kinds:
         for name, rows, selected in (("window", 0, False), ("selected", widths.index_topk, True), ("all", 40, False)):
-            for b, n in ((1, 1), (3, 4), (33, 1)) if kind == "fp8" else ((3, 4),):
+            for b, n in ((1, 1), (3, 4), (2, 5), (33, 1)) if kind == "fp8" else ((3, 4),):
                 found.append(case(widths, f"{name} {kind} b={b} s_q={n}", Shape(b, n, rows, selected, kind, dtype)))
     if widths is not V4_FLASH:
         return found

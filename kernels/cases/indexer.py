@@ -268,6 +268,7 @@ def cases(widths: Widths) -> list[Case]:
         ("select b=3, 2 tokens", Shape(3, 2, 700, whole=True)),
         ("select b=2, 3 tokens", Shape(2, 3, 700, whole=True)),
         ("select b=2, 4 tokens", Shape(2, 4, 700, whole=True)),
+        ("select b=2, 5 tokens", Shape(2, 5, 700, whole=True)),
         ("select a chunk of 130", Shape(1, 130, 900, whole=True)),
         ("select bf16", Shape(2, 1, 700, kind="bf16", whole=True)),
         ("select fp32", Shape(2, 1, 700, kind="fp32", whole=True)),
