@@ -82,6 +82,7 @@ class FakeRunner:
         self.arena.pages.fill_(0x77)
         self.arena.slots.fill_(0x77)
         self.fail = 0
+        self.fail_launches = 0  # of an engine that runs later what it launches (tests/late_engine.py)
         self.nan_slots: set[int] = set()
         self.steps: list[list[int]] = []  # tokens per row of each step
         self.writes: list[list[tuple[int, int]]] = []  # (slot, page) of every token that each step wrote

@@ -89,8 +89,8 @@ class LateEngine(Engine):
 
     @torch.inference_mode()
     def launch(self, sequences: list[Sequence], tokens: int = 1) -> None:
-        if self.runner.fail:  # as when the launch itself raises
-            self.runner.fail -= 1
+        if self.runner.fail_launches:
+            self.runner.fail_launches -= 1
             raise RuntimeError("the fake runner was told to fail")
         self._late.sequences = list(sequences)
         super().launch(sequences, tokens)

@@ -149,7 +149,7 @@ def test_a_step_that_raises_and_a_row_of_nan_end_only_what_is_theirs(depth: int)
         prefill, worker = cluster.prefill(), cluster.decode(runner, depth)
         long = router.ask(prefill.address, worker.address, prompt(9), replace(GREEDY, max_tokens=300))
         router.until(lambda: len(router.ids.get((long, 0, 0), [])) > 3, "some tokens")
-        runner.fail = 1
+        runner.fail_launches = 1
         router.until(lambda: len(router.failed) == 1, "the failure")
         assert (router.failed[0].rid, router.failed[0].cause, router.failed[0].retryable) == (long, "internal", True)
         runner.nan_slots = {2}
