@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -27,7 +26,7 @@ from kvtransfer.receiver import Arrived
 from tests.fake_runner import EOS, RING, FakeRunner, expected_text
 from tests.late_engine import LateEngine
 from tests.test_decode_scheduler import FakeReceiver
-from tests.test_workers import GREEDY, PATIENCE_S, Cluster, prompt
+from tests.test_workers import GREEDY, Cluster, check_texts_of_too_many, prompt
 from wire.messages import ALL_SAMPLES, Abort, Failed, Offer, SamplingParams, Tokens, pack_ids
 from wire.metrics import Metrics
 
@@ -116,31 +115,10 @@ def test_texts_with_aborts_turns_and_forks(depth: int) -> None:
 
 
 def test_retraction_with_steps_in_flight(depth: int) -> None:
-    """Eight sequences of up to 9 pages in a pool of 14: the router resubmits what comes back."""
-    params = replace(GREEDY, max_tokens=24)
     with Cluster() as cluster:
         router, prefill = cluster.router, cluster.prefill()
         worker = cluster.decode(FakeRunner(num_pages=15, num_slots=16), depth)
-        texts: dict[int, list[int]] = {router.ask(prefill.address, worker.address, prompt(9, n), params): [] for n in range(8)}
-        salts = dict(zip(texts, range(8), strict=True))
-        attempt, done, seen, deadline = dict.fromkeys(texts, 0), set[int](), 0, time.monotonic() + PATIENCE_S
-        while len(done) < 8:
-            assert time.monotonic() < deadline, (texts, router.failed)
-            router.receive()
-            for failed in router.failed[seen:]:
-                assert (failed.cause, failed.retryable) == ("retracted", True)
-                rid = failed.rid
-                texts[rid] += router.ids.get((rid, attempt[rid], 0), [])
-                attempt[rid] += 1
-                tokens = prompt(9, salts[rid]) + texts[rid]
-                router.ask(prefill.address, worker.address, tokens, params, rid=rid, attempt=attempt[rid], prompt_tokens=9)
-            seen = len(router.failed)
-            for rid in [rid for rid in texts if rid not in done and (rid, attempt[rid], 0) in router.finished]:
-                texts[rid] += router.ids[rid, attempt[rid], 0]
-                done.add(rid)
-        assert seen, "the pool was large enough: the test shows nothing"
-        for rid, salt in salts.items():
-            assert texts[rid] == expected_text(prompt(9, salt), 24, stop=())
+        check_texts_of_too_many(router, prefill.address, worker.address)
 
 
 def test_a_step_that_raises_and_a_row_of_nan_end_only_what_is_theirs(depth: int) -> None:

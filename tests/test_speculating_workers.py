@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from kernels.sequences import MOST_DRAFTS
 from tests import golden
 from tests.fake_runner import FakeDrafter, FakeRunner, expected_text
 from tests.system import running
-from tests.test_workers import GREEDY, PATIENCE_S, Cluster, Running, ScriptedRouter, prompt, sizes
+from tests.test_workers import GREEDY, Cluster, Running, ScriptedRouter, check_texts_of_too_many, prompt, sizes
 
 DRAWN = replace(GREEDY, temperature=0.9, max_tokens=17)
 
@@ -87,30 +86,9 @@ def test_samples_are_those_without_drafts() -> None:
 
 @pytest.mark.usefixtures("drafts")
 def test_what_is_retracted_comes_back_with_the_same_text() -> None:
-    """Eight sequences of up to 9 pages in a pool of 14, whose steps ask for pages ahead: the router resubmits."""
-    params = replace(GREEDY, max_tokens=24)
+    """Steps ask for pages ahead."""
     with pair(MOST_DRAFTS, FakeDrafter(num_pages=15, num_slots=16)) as (cluster, prefill, decode):
-        router = cluster.router
-        texts: dict[int, list[int]] = {router.ask(prefill, decode.address, prompt(9, n), params): [] for n in range(8)}
-        salts = dict(zip(texts, range(8), strict=True))
-        attempt, done, seen, deadline = dict.fromkeys(texts, 0), set[int](), 0, time.monotonic() + PATIENCE_S
-        while len(done) < 8:
-            assert time.monotonic() < deadline, (texts, router.failed)
-            router.receive()
-            for failed in router.failed[seen:]:
-                assert (failed.cause, failed.retryable) == ("retracted", True)
-                rid = failed.rid
-                texts[rid] += router.ids.get((rid, attempt[rid], 0), [])
-                attempt[rid] += 1
-                tokens = prompt(9, salts[rid]) + texts[rid]
-                router.ask(prefill, decode.address, tokens, params, rid=rid, attempt=attempt[rid], prompt_tokens=9)
-            seen = len(router.failed)
-            for rid in [rid for rid in texts if rid not in done and (rid, attempt[rid], 0) in router.finished]:
-                texts[rid] += router.ids[rid, attempt[rid], 0]
-                done.add(rid)
-        assert seen, "the pool was large enough: the test shows nothing"
-        for rid, salt in salts.items():
-            assert texts[rid] == expected_text(prompt(9, salt), 24, stop=())
+        check_texts_of_too_many(cluster.router, prefill, decode.address)
 
 
 @pytest.mark.usefixtures("drafts")

@@ -282,32 +282,36 @@ def test_retry_continues_the_same_text() -> None:
             assert router.firsts[rid, cut, 2] == cut
 
 
-def test_retraction_gives_back_what_does_not_fit_and_the_text_is_the_same() -> None:
-    """Eight sequences of up to 9 pages in a pool of 14: the router resubmits what comes back."""
+def check_texts_of_too_many(router: ScriptedRouter, prefill: str, decode: str) -> None:
+    """Eight sequences of up to 9 pages in a pool of 14: the router resubmits what comes back, and all texts are right."""
     params = replace(GREEDY, max_tokens=24)
+    texts: dict[int, list[int]] = {router.ask(prefill, decode, prompt(9, n), params): [] for n in range(8)}
+    salts = dict(zip(texts, range(8), strict=True))
+    attempt, done, seen, deadline = dict.fromkeys(texts, 0), set[int](), 0, time.monotonic() + PATIENCE_S
+    while len(done) < 8:
+        assert time.monotonic() < deadline, (texts, router.failed)
+        router.receive()
+        for failed in router.failed[seen:]:
+            assert (failed.cause, failed.retryable) == ("retracted", True)
+            rid = failed.rid
+            texts[rid] += router.ids.get((rid, attempt[rid], 0), [])
+            attempt[rid] += 1
+            tokens = prompt(9, salts[rid]) + texts[rid]
+            router.ask(prefill, decode, tokens, params, rid=rid, attempt=attempt[rid], prompt_tokens=9)
+        seen = len(router.failed)
+        for rid in [rid for rid in texts if rid not in done and (rid, attempt[rid], 0) in router.finished]:
+            texts[rid] += router.ids[rid, attempt[rid], 0]
+            done.add(rid)
+    assert seen, "the pool was large enough: the test shows nothing"
+    for rid, salt in salts.items():
+        assert texts[rid] == expected_text(prompt(9, salt), 24, stop=())
+
+
+def test_retraction_gives_back_what_does_not_fit_and_the_text_is_the_same() -> None:
     with Cluster() as cluster:
         router, prefill = cluster.router, cluster.prefill()
         decode = cluster.decode(FakeRunner(num_pages=15, num_slots=16))
-        texts: dict[int, list[int]] = {router.ask(prefill.address, decode.address, prompt(9, n), params): [] for n in range(8)}
-        salts = dict(zip(texts, range(8), strict=True))
-        attempt, done, seen, deadline = dict.fromkeys(texts, 0), set[int](), 0, time.monotonic() + PATIENCE_S
-        while len(done) < 8:
-            assert time.monotonic() < deadline, (texts, router.failed)
-            router.receive()
-            for failed in router.failed[seen:]:
-                assert (failed.cause, failed.retryable) == ("retracted", True)
-                rid = failed.rid
-                texts[rid] += router.ids.get((rid, attempt[rid], 0), [])
-                attempt[rid] += 1
-                tokens = prompt(9, salts[rid]) + texts[rid]
-                router.ask(prefill.address, decode.address, tokens, params, rid=rid, attempt=attempt[rid], prompt_tokens=9)
-            seen = len(router.failed)
-            for rid in [rid for rid in texts if rid not in done and (rid, attempt[rid], 0) in router.finished]:
-                texts[rid] += router.ids[rid, attempt[rid], 0]
-                done.add(rid)
-        assert seen, "the pool was large enough: the test shows nothing"
-        for rid, salt in salts.items():
-            assert texts[rid] == expected_text(prompt(9, salt), 24, stop=())
+        check_texts_of_too_many(router, prefill.address, decode.address)
 
 
 def test_prompt_logprobs_are_those_of_the_clients_tokens() -> None:
