@@ -168,6 +168,13 @@ class Scheduler:
             if not self._send_grant(request, now_s):
                 self._break(request, f"nothing can be sent to the prefill worker at {request.offer.prefill_inbox!r}")
 
+    def affordable(self, tokens: int) -> int:
+        """`tokens` of each sequence in the next step, or 1 where so many want more pages than are free: guesses are not worth
+        that somebody is retracted for them."""
+        batch = [s for s in self.running if not s.surely_complete][: self.limits.max_batch]
+        wanted = sum(max(0, self.limits.pages_for(s.kv_tokens(tokens)) - len(s.kv.pages)) for s in batch)
+        return tokens if wanted <= self.pool.free_pages else 1
+
     def next_batch(self, tokens: int = 1) -> list[Sequence]:
         """The sequences of the next step, each with pages for the `tokens` tokens that it is fed at most. They are in flight
         from now on: `advance` or `fail_step` ends that."""

@@ -86,7 +86,7 @@ class Worker:
         self.scheduler.settle(self._receiver.poll(now_s), now_s)
         self.scheduler.expire(now_s)
         self.scheduler.admit(now_s)
-        tokens = self._speculation.tokens(min(len(self.scheduler.running), self._max_batch))
+        tokens = self.scheduler.affordable(self._speculation.tokens(min(len(self.scheduler.running), self._max_batch)))
         batch = self.scheduler.next_batch(tokens)
         if batch:
             self._launch(batch, tokens, now_s)

@@ -716,6 +716,22 @@ def test_a_page_for_what_is_in_flight_is_there_before_its_tokens_are() -> None:
     assert len(bench.text(0)) == 60 and bench.nothing_held()
 
 
+def test_nobody_is_retracted_for_a_guess() -> None:
+    bench = Bench(num_pages=7, step_tokens=5)  # 6 pages
+    for rid in range(2):
+        bench.offer(rid, 6, max_tokens=12)
+    bench.step()
+    bench.arrive()
+    scheduler = bench.scheduler
+    assert len(scheduler.running) == 2 and bench.pool.free_pages == 2
+    assert [scheduler.affordable(tokens) for tokens in (1, 3, 5)] == [1, 3, 5]
+    anothers = bench.pool.take_pages(1)
+    assert anothers is not None
+    assert [scheduler.affordable(tokens) for tokens in (1, 2, 3, 5)] == [1, 2, 1, 1]  # 6 + 2 tokens are in two pages each
+    scheduler.abort(Abort(1, 0))
+    assert [scheduler.affordable(tokens) for tokens in (1, 3, 5)] == [1, 3, 5]
+
+
 def test_guesses_behind_the_last_token_need_no_page() -> None:
     bench = Bench(num_pages=4, step_tokens=5)  # 3 pages: 12 tokens of KV
     bench.offer(0, 9, max_tokens=3)
