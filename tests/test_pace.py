@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -20,33 +21,34 @@ from wire.worker import LOST_EXIT, Presence
 
 
 class Device:
-    """Each step takes `step_s`, one after another. Its marks come in pairs, begin and end."""
+    """Each step takes `step_s` of `clock`, one after another. Its marks come in pairs, begin and end."""
 
-    def __init__(self, step_s: float) -> None:
-        self.step_s = step_s
+    def __init__(self, step_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.step_s, self.clock = step_s, clock
         self.marks: list[Point] = []
 
     def mark(self) -> Point:
         free_s = self.marks[-1].at_s if self.marks else 0.0
         begins = len(self.marks) % 2 == 0
-        self.marks.append(Point(max(time.monotonic(), free_s) if begins else free_s + self.step_s))
+        self.marks.append(Point(self.clock, max(self.clock(), free_s) if begins else free_s + self.step_s))
         return self.marks[-1]
 
 
 class Point:
-    def __init__(self, at_s: float) -> None:
-        self.at_s = at_s
-        self.made_s = time.monotonic()
+    def __init__(self, clock: Callable[[], float], at_s: float) -> None:
+        self._clock, self.at_s = clock, at_s
+        self.made_s = clock()
 
     def passed(self) -> bool:
-        return time.monotonic() >= self.at_s
+        return self._clock() >= self.at_s
 
     def seconds_since(self, earlier: Point) -> float:
         return self.at_s - earlier.at_s
 
 
 def test_a_pace_counts_what_is_under_way_and_times_it_on_the_device() -> None:
-    device = Device(0.05)
+    now_s = 0.0
+    device = Device(0.05, lambda: now_s)
     pace = Pace(device.mark)
     assert [pace.still, pace.full, *pace.over()] == [True, False]
     first, second = [Chunk(prompt_of(200), 100)], [Chunk(prompt_of(9), 7)]
@@ -54,10 +56,10 @@ def test_a_pace_counts_what_is_under_way_and_times_it_on_the_device() -> None:
         with pace.step(chunks):
             pass
     assert [pace.still, pace.full, *pace.over()] == [False, True], "both were started at once, neither is over"
-    time.sleep(0.06)
+    now_s += 0.06
     ((chunks, seconds),) = pace.over()
     assert chunks is first and not pace.full and seconds == pytest.approx(0.05)
-    time.sleep(0.06)
+    now_s += 0.06
     ((chunks, seconds),) = pace.over()
     assert chunks is second and seconds == pytest.approx(0.05), "the second began when the first had ended"
 
@@ -91,7 +93,7 @@ def test_an_upload_is_one_tensor_whose_parts_are_aligned() -> None:
 
 def test_a_prefill_worker_keeps_its_device_busy_and_is_never_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of several chunks: the next is started while one computes, no third waits, and the rate is the device's."""
-    device = Device(0.03)
+    device = Device(0.1)
     monkeypatch.setattr(prefill.worker, "marks_of", lambda of: device.mark)
     told: list[tuple[int, float]] = []
 
@@ -115,8 +117,8 @@ def test_a_prefill_worker_keeps_its_device_busy_and_is_never_far_ahead(monkeypat
         router.until(lambda: len(told) == 8, "all steps reported")
         assert [tokens for tokens, _ in told] == [8] * 8
         _, counts, seconds = worker.worker.metrics.snapshot()[2]["prefill_seconds"]
-        assert sum(counts) == 1 and seconds >= 8 * 0.03, "a prompt is computed when its last step is over"
-        assert [seconds for _, seconds in told] == pytest.approx([0.03] * 8), (
+        assert sum(counts) == 1 and seconds >= 8 * 0.1, "a prompt is computed when its last step is over"
+        assert [seconds for _, seconds in told] == pytest.approx([0.1] * 8), (
             "launches take no time, steps do: the router's rates follow"
         )
 

@@ -33,14 +33,8 @@ def context() -> Iterator[zmq.Context[Any]]:
     context.destroy(linger=0)
 
 
-@pytest.mark.parametrize("path", ["zeromq", "shm"])
-def test_a_sealed_hand_off_arrives(path: str) -> None:
-    source, target = small_arena(seed=1), small_arena(seed=2)
-    out, into = thread_transport(source, path), thread_transport(target, path)
-    sender, receiver = Sender(source, out, sealed=True), Receiver(target, into, 5.0, new_secret)
-    sender.open(KEY)
-    sender.granted(receiver.open(KEY, 6, [11, 10, 2]))
-    sender.push(KEY, [5, 3, 9], 4, 20, final=True)
+def hand_over(sender: Sender, receiver: Receiver) -> list[Any]:
+    """Passes on what the sender has sent until the receiver says how it ended."""
     ended: list[Any] = []
 
     def step() -> bool:
@@ -51,7 +45,18 @@ def test_a_sealed_hand_off_arrives(path: str) -> None:
         return bool(ended)
 
     assert wait(step)
-    assert ended == [Arrived(KEY, 20)]
+    return ended
+
+
+@pytest.mark.parametrize("path", ["zeromq", "shm"])
+def test_a_sealed_hand_off_arrives(path: str) -> None:
+    source, target = small_arena(seed=1), small_arena(seed=2)
+    out, into = thread_transport(source, path), thread_transport(target, path)
+    sender, receiver = Sender(source, out, sealed=True), Receiver(target, into, 5.0, new_secret)
+    sender.open(KEY)
+    sender.granted(receiver.open(KEY, 6, [11, 10, 2]))
+    sender.push(KEY, [5, 3, 9], 4, 20, final=True)
+    assert hand_over(sender, receiver) == [Arrived(KEY, 20)]
     for src, dst in zip([5, 3, 9], [11, 10, 2], strict=True):
         assert torch.equal(source.pages[src], target.pages[dst])
     for offset, nbytes in LAYOUT.live_slot_spans(20):
@@ -162,17 +167,7 @@ def test_a_hand_off_that_a_stranger_meddled_with_arrives_whole(context: zmq.Cont
     rogue.socket.send_multipart([header(KEY, [("page", 11, 0, PAGE - 1)], 10**6), bytes(PAGE - 1 + TAG_BYTES)])
     assert rogue.status() == REFUSED
     sender.push(KEY, [5, 3], 4, 2 * PAGE_TOKENS, final=True)
-    ended: list[Any] = []
-
-    def step() -> bool:
-        for sent in sender.poll():
-            assert isinstance(sent, Sent)
-            receiver.ready(sent.ready)
-        ended.extend(receiver.poll(0.0))
-        return bool(ended)
-
-    assert wait(step)
-    assert ended == [Arrived(KEY, 2 * PAGE_TOKENS)]
+    assert hand_over(sender, receiver) == [Arrived(KEY, 2 * PAGE_TOKENS)]
     for src, dst in zip([5, 3], [11, 10], strict=True):
         assert torch.equal(source.pages[src], target.pages[dst])
     out.close()

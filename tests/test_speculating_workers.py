@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from decode.config import DecodeConfig
+from decode.scheduler import Scheduler
 from decode.speculation import Speculation
 from decode.worker import Worker
 from kernels.sequences import MOST_DRAFTS
@@ -70,6 +71,16 @@ def test_text_is_the_solo_text_at_every_length(depth: int) -> None:
             assert router.finished[rid, 0, 0] == ("stop" if stop else "length")
         assert not router.failed
         router.until(lambda: accepted(router, decode) > 20, "drafts that were accepted")
+
+
+def test_a_worker_short_of_pages_carries_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation, "tokens", lambda self, rows: self._all[-1])
+    monkeypatch.setattr(Scheduler, "affordable", lambda self, tokens: 1)
+    with pair(MOST_DRAFTS) as (cluster, prefill, decode):
+        router = cluster.router
+        router.ask(prefill, decode.address, prompt(9), GREEDY)
+        router.until(lambda: len(router.finished) == 1, "the text")
+        assert [len(row[4]) for rows in router.rows.values() for row in rows] == [1] * GREEDY.max_tokens
 
 
 @pytest.mark.usefixtures("drafts")
