@@ -139,6 +139,7 @@ class Uploads:
         self._rounds: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         if table.words.device.type == "cuda":
             self._landing = torch.empty(PAIRS, 2, dtype=torch.int32, device=table.words.device)
+            write_words(table, self._landing, 0)  # none: it is compiled now, and no request waits for that
             for _ in range(ROUNDS):
                 self._rounds.append((torch.empty(PAIRS, 2, dtype=torch.int32, pin_memory=True), torch.cuda.Event()))  # type: ignore[no-untyped-call]
 
