@@ -18,7 +18,6 @@ import time
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -35,7 +34,7 @@ from model.config import ModelConfig
 from model.runner import Runner
 from prefill.engine import Engine as PrefillEngine
 from prefill.prompt import Chunk, Prompt
-from scripts.bench_decode import WORKSPACE_BYTES
+from scripts.bench_decode import WORKSPACE_BYTES, Figures, table
 from scripts.decode_floor import step_bytes
 from scripts.decode_steps import MOST_STEPS, Steps, fill_memory, last_positions
 from scripts.launch_local import BUNDLED_MODEL
@@ -50,7 +49,6 @@ PAGE_TOKENS = 256
 TEMPERATURES = (0.3, 0.7, 1.0)
 ACCEPTED_PROMPTS, ACCEPTED_TOKENS = 16, 240  # of held-out text
 ACCEPTANCES = (0.8, 0.6, 0.4)  # of the draft at each position, when those before it are
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -249,7 +247,7 @@ def released(config: BenchConfig) -> list[Figures]:
             step_ms = steps.step_ms(config.replays, greedy=True, tokens=count + 1) if count else plain_ms
             row: Figures = {"layers": config.layers, "batch": batch, "context": config.context, "tokens": count + 1}
             row |= {"step_ms": step_ms, "step_ratio": step_ms / plain_ms, "experts_asked": statistics.fmean(asked)}
-            row |= {"experts_of_bytes": moved.experts / moved.step}
+            row |= {"experts_of_verified_bytes": moved.experts / moved.step}
             row |= {f"speed_up_{rate}": expected(rate, count) * plain_ms / step_ms for rate in ACCEPTANCES}
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
@@ -259,16 +257,6 @@ def released(config: BenchConfig) -> list[Figures]:
 def expected(rate: float, drafts: int) -> float:
     """Tokens of a step whose drafts are accepted so often, each when those before it are."""
     return sum(rate**place for place in range(drafts + 1))
-
-
-def table(rows: list[Figures]) -> str:
-    """Markdown; a column for whatever any row has."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    for row in rows:
-        cells = [row.get(name, "") for name in names]
-        lines.append("| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
-    return "\n".join(lines)
 
 
 def main() -> int:

@@ -20,7 +20,8 @@ READ_ROUNDS = 3
 @dataclass(frozen=True, slots=True)
 class StepBytes:
     """weights: of all layers but the experts'; experts: those that are asked, once each; rows: KV rows and indexer keys;
-    head: the vocabulary matrix. Not in it, because small: activations, embeddings, compressor states, page tables."""
+    head: the vocabulary matrix. Not in it: the MTP layer and, because small, activations, embeddings, compressor states and
+    page tables."""
 
     weights: int
     experts: int

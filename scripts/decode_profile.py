@@ -26,7 +26,7 @@ GROUPS = {
     "indexer": ("_score_kernel", "_choose_kernel", "_every_kernel", "_index_queries"),
     "compressor": ("_compress", "_store_state"),
     "table of sequences": ("_write_words", "_begin_step", "_row_parameters", "_finish_step", "_begin_draft", "_keep_draft"),
-    "sampler": ("_scan_kernel", "_mass_kernel", "_draw_kernel", "_remember_kernel"),
+    "sampler": ("_scan_kernel", "_mass_kernel", "_draw_kernel"),
 }
 GROUP_OF = {kernel: group for group, kernels in GROUPS.items() for kernel in kernels}
 

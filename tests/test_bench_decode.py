@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+import kernels
 from decode.sampling import Choice
 from kernels import backend
 from kernels.indexer import select_entries
@@ -271,3 +273,5 @@ def test_every_kernel_of_a_step_has_a_group(runner_for_kernels: Runner, monkeypa
             steps.step_ms(1, greedy=True)
         runner_for_kernels.forward(Batch.build([Row([1] * 300, 0, 1, [1, 2])], 256))
     assert started - GROUP_OF.keys() == set() and len(started) > 20
+    sources = "".join(path.read_text() for path in Path(str(kernels.__file__)).parent.glob("*.py"))
+    assert [name for name in GROUP_OF if f"def {name}(" not in sources] == []

@@ -30,7 +30,7 @@ def test_every_section_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     for row in figures["acceptance"][1:]:
         assert 0.5 < row["same_noise"] <= row["rejection"] + 1e-9 <= 1 + 1e-6
     alone, verified = figures["released"]
-    assert verified["experts_asked"] >= alone["experts_asked"] and 0 < verified["experts_of_bytes"] < 1
+    assert verified["experts_asked"] >= alone["experts_asked"] and 0 < verified["experts_of_verified_bytes"] < 1
     assert verified["speed_up_0.8"] == pytest.approx(2.44 / verified["step_ratio"])
     assert "| batch | drafts |" in capsys.readouterr().out
 

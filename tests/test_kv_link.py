@@ -7,7 +7,7 @@ import asyncio
 import os
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,11 +150,8 @@ async def linked(
             proxies[0].close()
 
 
-def check(test: Callable[[], Awaitable[None]]) -> None:
-    async def run() -> None:
-        await test()
-
-    asyncio.run(run())
+def check(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize(("path", "way"), [("zeromq", "marked"), ("zeromq", "last"), ("zeromq", "landed"), ("shm", "landed")])

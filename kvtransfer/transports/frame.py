@@ -106,7 +106,7 @@ def pack_welcome(welcome: Welcome) -> bytes:
 
 
 def unpack_welcome(frame: bytes | memoryview) -> Welcome:
-    if not _WELCOME.size <= len(frame) <= _WELCOME.size + _MAX_REASON_BYTES:
+    if not _WELCOME.size <= len(frame) <= MAX_REPLY_BYTES:
         raise BadFrame(f"{len(frame)} bytes are no welcome")
     magic, path = _WELCOME.unpack_from(frame)
     if magic != b"pdW2" or path >= len(PATHS):

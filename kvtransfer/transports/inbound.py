@@ -202,7 +202,7 @@ class Inbound:
             if window.seal is not None:
                 _check_header(window.seal, chunk, header, frames)
             elif frames:
-                raise BadFrame("a chunk of shared memory with bytes of its own")
+                raise BadFrame("a chunk that is to be fetched, with bytes of its own")
             memory, sources = self._source(chunk), [span.source for span in chunk.spans]
             if not isinstance(memory, CpuMemory):
                 assert isinstance(self._memory, DeviceMemory)
@@ -260,6 +260,6 @@ def _process_start(pid: int) -> str:
 
 def _check_header(seal: Seal, chunk: Chunk, header: bytes, frames: Sequence[memoryview]) -> None:
     if len(frames) != 1:
-        raise BadFrame("a sealed chunk of shared memory has one tag")
+        raise BadFrame("a sealed chunk that is to be fetched has one tag")
     nothing: Any = np.empty(0, dtype=np.uint8)
     seal.open_into(chunk.number, NO_PAYLOAD, frames[0], header, nothing)
