@@ -145,7 +145,7 @@ class Graphs:
         if self._recorder is not None:
             return self._steps[next(size for size in self._sizes if size >= rows), tokens]
         if (rows, tokens) not in self._steps:
-            self._steps[rows, tokens] = self._step(rows, tokens)
+            self._steps = {(rows, tokens): self._step(rows, tokens)}  # the last one alone: each holds its logits
         return self._steps[rows, tokens]
 
     def _step(self, rows: int, tokens: int) -> Step:

@@ -2,7 +2,8 @@
 
 A request is `queued` until there is room, `arriving` while its KV comes in, and then its sequences are `running`.
 Admission is first come first served. When a running sequence needs a page and there is none, the newest of what was
-admitted gives up its pages and goes back through prefill; the oldest never does, so something always finishes.
+admitted gives up its pages and goes back through prefill; the oldest never does, so something always finishes. Nobody does
+so for a guess: where pages are short, steps carry none.
 
 A step may still be in flight when the next one is chosen, so a sequence has pages for the most tokens that may have come by
 then, and one that will be complete sits out. What is over while a step holds it is `leaving`: its pages and slot are nobody's
@@ -171,7 +172,9 @@ class Scheduler:
     def affordable(self, tokens: int) -> int:
         """`tokens` of each sequence in the next step, or 1 where so many want more pages than are free: guesses are not worth
         that somebody is retracted for them."""
-        batch = [s for s in self.running if not s.surely_complete][: self.limits.max_batch]
+        if tokens == 1:
+            return 1
+        batch = self._ready()[: self.limits.max_batch]
         wanted = sum(max(0, self.limits.pages_for(s.kv_tokens(tokens)) - len(s.kv.pages)) for s in batch)
         return tokens if wanted <= self.pool.free_pages else 1
 
@@ -179,7 +182,7 @@ class Scheduler:
         """The sequences of the next step, each with pages for the `tokens` tokens that it is fed at most. They are in flight
         from now on: `advance` or `fail_step` ends that."""
         size = self.limits.max_batch
-        ready = [s for s in self.running if not s.surely_complete]
+        ready = self._ready()
         batch = ready[:size]
         if len(ready) > size:  # they take turns: the ones that waited longest come first
             chosen = set(batch)
@@ -192,6 +195,9 @@ class Scheduler:
         for sequence in batch:
             sequence.in_flight.append(tokens)
         return batch
+
+    def _ready(self) -> list[Sequence]:
+        return [s for s in self.running if not s.surely_complete]
 
     def advance(self, batch: list[Sequence], choices: list[Choice], now_s: float) -> None:
         """Takes the tokens of the oldest step in flight, ends what is complete, and sends one Tokens per router."""
@@ -240,12 +246,17 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, tokens: int) -> None:
         """Gives a sequence its next pages, retracting the newest until there are any. It may be retracted itself, and it has
-        to sit out a step while the pages that were taken from another are not free yet."""
+        to sit out a step while the pages that were taken from another are not free yet, or while it has guesses in flight,
+        which may not come."""
         while not sequence.over and self._is_short(sequence, tokens):
             page = self.pool.take_pages(1)
             if page is not None:
                 sequence.kv.pages += page
-            elif any(kv.pages for kv in self.draining.values()) or self.leaving:
+            elif (
+                any(kv.pages for kv in self.draining.values())
+                or self.leaving
+                or sum(sequence.in_flight) > len(sequence.in_flight)
+            ):
                 return
             else:
                 self._retract_newest()

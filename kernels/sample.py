@@ -4,8 +4,8 @@ The order is that of vLLM V1: masks and bias change the logits, then penalties; 
 top-p drop tokens in this order, each from what the one before has left; one uniform number picks from the rest. Every
 row is computed from its own data alone, so a row's token does not depend on which other rows share the step.
 
-Plain torch on every device; penalties and masks are sparse (lists of places), so rows without them pay nothing. The same
-for a captured step, with a row's parameters in tensors of fixed shapes, is `sample` at the end of the file.
+`sample`, at the end of the file, is what decode calls: a row's parameters in tensors of fixed shapes, as a captured step wants
+them. The functions before it are its reference and a CPU's sampler; penalties and masks are sparse there (lists of places).
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The parameters of the rows that draw; built once per batch, not per step."""
+    """The parameters of the rows that draw."""
 
     temperature: Tensor  # float64 [R], above 0
     top_k: Filter | None  # int64 values

@@ -25,7 +25,6 @@ class Workspace:
         self._used, self._end = 0, nbytes
         self._first = 0
         self._other_half: tuple[int, int] | None = None
-        self.peak_bytes = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised. Raises MemoryError that names the size when the block is too small."""
@@ -37,7 +36,6 @@ class Workspace:
         if end > self._end:
             raise MemoryError(f"the workspace of {self._nbytes} bytes is {end - self._end} bytes too small for this step")
         self._used = -(-end // ALIGNMENT) * ALIGNMENT
-        self.peak_bytes = max(self.peak_bytes, self._used)
         return begin, end
 
     @contextmanager

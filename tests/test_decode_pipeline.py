@@ -226,9 +226,10 @@ class Bench:
 
     def turn(self) -> None:
         self.scheduler.admit(0.0)
-        batch = self.scheduler.next_batch(self.tokens)
+        tokens = self.scheduler.affordable(self.tokens)
+        batch = self.scheduler.next_batch(tokens)
         if batch:
-            self.engine.launch(batch, self.tokens)
+            self.engine.launch(batch, tokens)
         if self.engine.in_flight > (self.engine.depth if batch else 0):
             self.scheduler.advance(*self.engine.collect(), 0.0)
 

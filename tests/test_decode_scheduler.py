@@ -732,6 +732,21 @@ def test_nobody_is_retracted_for_a_guess() -> None:
     assert [scheduler.affordable(tokens) for tokens in (1, 3, 5)] == [1, 3, 5]
 
 
+def test_nobody_is_retracted_for_a_guess_in_flight() -> None:
+    """Seven tokens of KV each, and the first step's guesses take the last pages; when it lands, few of them came."""
+    bench = Bench(num_pages=7)
+    for rid in range(2):
+        bench.offer(rid, 7, max_tokens=16)
+    bench.step()
+    bench.arrive()
+    scheduler = bench.scheduler
+    batch = scheduler.next_batch(scheduler.affordable(5))
+    assert [s.in_flight for s in batch] == [[5], [5]] and bench.pool.free_pages == 0
+    assert scheduler.affordable(5) == 1 and scheduler.next_batch(1) == [], "they sit out"
+    scheduler.advance(batch, [Choice([7]) for _ in batch], 0.0)
+    assert len(scheduler.next_batch(scheduler.affordable(5))) == 2 and not bench.messages(Failed)
+
+
 def test_guesses_behind_the_last_token_need_no_page() -> None:
     bench = Bench(num_pages=4, step_tokens=5)  # 3 pages: 12 tokens of KV
     bench.offer(0, 9, max_tokens=3)

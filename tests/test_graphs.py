@@ -322,6 +322,15 @@ def test_without_graphs_every_size_is_started_once(unstarted: tuple[Runner, Sequ
         graphs.warm_up([1])
 
 
+def test_without_graphs_one_step_alone_holds_its_logits(unstarted: tuple[Runner, SequenceTable]) -> None:
+    graphs = Graphs(*unstarted, 2, [1, 2])
+    with launches_go_to(lambda kernel, grid, *args, **options: None):
+        ran = [weakref.ref(graphs.run(rows, tokens, GREEDY)) for rows, tokens in ((1, 1), (2, 1), (2, 2), (2, 2))]
+    gc.collect()
+    first, second, third, again = (ref() for ref in ran)
+    assert first is None and second is None and third is again is not None
+
+
 def test_memory_that_runs_out_is_no_riddle() -> None:
     runner = FakeRunner()
     runner.forward = lambda batch: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))  # type: ignore
