@@ -82,22 +82,30 @@ def test_a_second_attempt_is_no_handoff_to_measure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("handoff", "code"),
+    ("start", "handoff", "code"),
     [
-        ({"ratio": 0.09, "limit": 0.10, "same_text": True}, 0),
-        ({"ratio": 0.11, "limit": 0.10, "same_text": True}, 1),
-        ({"ratio": 0.11, "limit": None, "same_text": True}, 0),
-        ({"ratio": 0.09, "limit": 0.10, "same_text": False}, 1),
+        ({}, {}, 0),
+        ({"decode_s": 61.0}, {}, 1),
+        ({"decode_s": 61.0, "limit_s": None}, {}, 0),
+        ({}, {"ratio": 0.11}, 1),
+        ({}, {"ratio": 0.11, "limit": None}, 0),
+        ({}, {"same_text": False}, 1),
     ],
 )
 def test_a_missed_limit_or_another_text_is_a_failure(
-    handoff: dict[str, Any], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    start: dict[str, Any],
+    handoff: dict[str, Any],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    figures = {"machine": "none", "starts": [{"start": 1}], "timelines": [], "handoffs": [handoff]}
+    starts = [{"prefill_s": 59.0, "decode_s": 58.0, "limit_s": 60.0} | start]
+    handoffs = [{"ratio": 0.09, "limit": 0.10, "same_text": True} | handoff]
+    figures = {"machine": "none", "starts": starts, "timelines": [], "handoffs": handoffs}
     monkeypatch.setattr(bench_handoff, "run", lambda config: figures)
     monkeypatch.setattr(sys, "argv", ["bench_handoff"])
     assert main() == code
-    assert f"| {handoff['ratio']} |" in capsys.readouterr().out
+    assert f"| {handoffs[0]['ratio']} |" in capsys.readouterr().out
 
 
 def test_between_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,16 +70,23 @@ def test_a_pace_counts_what_is_under_way_and_times_it_on_the_device() -> None:
     assert times == pytest.approx([9.0, 9.05]), "a pause is nobody's time, nor is how late it was noticed"
 
 
-def test_no_step_ends_after_it_was_seen_to_be_over() -> None:
-    """Two clocks drift: this device's runs twice as fast as the host's."""
+@pytest.mark.parametrize(
+    ("rate", "first", "second"),
+    [(0.5, [6.0, 8.0], [12.5, 14.5]), (1.0, [7.0, 9.0], [20.0, 22.0]), (2.0, [7.0, 9.0], [33.0, 35.0])],
+)
+def test_two_clocks_may_drift(rate: float, first: list[float], second: list[float]) -> None:
+    """While a second passes on the device `rate` pass on the host. No step ends after it was seen to be over, and what has
+    added up is forgotten in a pause."""
     now_s = 7.0
     device = Device(2.0, lambda: now_s)
-    pace = Pace(device.mark, lambda: 7.0 + (now_s - 7.0) / 2)
-    with pace.step([]):
-        pass
-    now_s = 9.0
-    ((_, *times),) = pace.over()
-    assert times == [6.0, 8.0]
+    pace = Pace(device.mark, lambda: 7.0 + (now_s - 7.0) * rate)
+    for begin_s, expected in ((7.0, first), (20.0, second)):
+        now_s = begin_s
+        with pace.step([]):
+            pass
+        now_s += 2.0
+        ((_, *times),) = pace.over()
+        assert times == expected
 
 
 def test_a_step_that_raises_is_not_waited_for() -> None:
