@@ -126,10 +126,9 @@ class Worker:
         except RuntimeError:
             self._leave_if_lost()
             raise
-        for chunks, seconds in ended:
-            now_s = time.monotonic()
-            self.scheduler.ended(chunks, now_s)
-            self._presence.stepped(sum(chunk.count for chunk in chunks), now_s - seconds, now_s)
+        for chunks, begin_s, end_s in ended:
+            self.scheduler.ended(chunks, begin_s, end_s)
+            self._presence.stepped(sum(chunk.count for chunk in chunks), begin_s, end_s)
 
     def _counts(self) -> dict[str, int]:
         scheduler = self.scheduler
