@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import backend
 from kvtransfer.pages import SeqKV
 from model.batch import Batch, Row
 from model.runner import Runner
@@ -67,9 +68,14 @@ def layer_outputs(name: str) -> dict[str, Tensor]:
     return {key: torch.from_numpy(value.copy()) for key, value in stored.items()}
 
 
-@cache
 def runner(name: str, kv_dtype: str = "auto", folder: str = "model") -> Runner:
-    """One loaded model per test process; 64 pages and 20 slots."""
+    """One loaded model per test process; 64 pages and 20 slots. Its backend is active afterwards, as behind a loading."""
+    backend.choose(torch.device(DEVICE))
+    return loaded(name, kv_dtype, folder)
+
+
+@cache
+def loaded(name: str, kv_dtype: str = "auto", folder: str = "model") -> Runner:
     return Runner(model_dir(name, folder), DEVICE, kv_dtype, PAGE_TOKENS, num_pages=64, num_slots=20)
 
 
