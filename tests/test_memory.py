@@ -147,7 +147,7 @@ def test_on_a_cpu_there_is_nothing_to_measure_or_capture() -> None:
 
 
 def test_a_new_arena_is_the_one_that_the_model_writes() -> None:
-    runner = golden.runner.__wrapped__("tiny-bf16")
+    runner = golden.loaded.__wrapped__("tiny-bf16")
     old = runner.arena
     runner.make_arena(6, 5)
     assert (len(runner.arena.pages), len(runner.arena.slots)) == (6, 5)
