@@ -1,8 +1,18 @@
-"""Before any test imports a kernel: without a GPU they are interpreted."""
+"""Before any test imports a kernel: without a GPU they are interpreted. And each test begins on the references."""
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+from kernels import backend  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def references() -> None:
+    """As a process does, whatever ran before in this one: a model that a test loads, or has from tests/golden.py, chooses its
+    backend, and a fake on the CPU has none to choose."""
+    backend.use(backend.REFERENCE)

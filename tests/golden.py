@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import backend
 from kvtransfer.pages import SeqKV
 from model.batch import Batch, Row
+from model.cache import index_row, kv_row
 from model.runner import Runner
 from prefill.engine import Engine
 from prefill.prompt import Chunk, Prompt
@@ -24,6 +26,16 @@ FOLDER = Path(__file__).parent / "data" / "golden"
 CASES = ("tiny-bf16", "tiny-fp8fp4")
 PAGE_TOKENS = 256
 DEVICE = os.environ.get("PDSERVE_TEST_DEVICE", "cpu")  # "cuda": the Triton kernels on a GPU
+EXACT = DEVICE == "cpu"  # the references: what is computed in steps of other shapes is the same to the bit, or nearly
+# How far apart a row of KV may be, as rms relative to the row, that kernels made in steps of different shapes: they add up
+# float32 in another order, and the FP8 units of Hopper keep 14 bits of a sum. Unquantised those are last bits: sums 1e-6 apart
+# give 5e-6. Quantised, a rounding that flips flips others behind it, and a row is soon as if it had been rounded to e4m3 once
+# more, however small the first difference was: sums from 1e-7 to 1e-3 apart give 0.036 over all rows, and 0.18 in the worst,
+# where an expert or a value of an FP4 index key has flipped. A row of another position or prompt is 0.28 away at least, as the
+# prompts repeat tokens, and mostly 1.1.
+ROW_ROOM = {"unquantised": 1e-4, "quantised": 0.25}
+ROWS_ROOM = {"unquantised": 2e-5, "quantised": 0.06}  # all together, where there are MANY_ROWS
+MANY_ROWS = 100
 
 torch.set_num_threads(1)
 
@@ -67,9 +79,14 @@ def layer_outputs(name: str) -> dict[str, Tensor]:
     return {key: torch.from_numpy(value.copy()) for key, value in stored.items()}
 
 
-@cache
 def runner(name: str, kv_dtype: str = "auto", folder: str = "model") -> Runner:
-    """One loaded model per test process; 64 pages and 20 slots."""
+    """One loaded model per test process; 64 pages and 20 slots. Its backend is active afterwards, as behind a loading."""
+    backend.choose(torch.device(DEVICE))
+    return loaded(name, kv_dtype, folder)
+
+
+@cache
+def loaded(name: str, kv_dtype: str = "auto", folder: str = "model") -> Runner:
     return Runner(model_dir(name, folder), DEVICE, kv_dtype, PAGE_TOKENS, num_pages=64, num_slots=20)
 
 
@@ -82,6 +99,23 @@ def run(model: Runner, rows: Sequence[tuple[int, Sequence[int], int]]) -> tuple[
     """One step of (slot, tokens, start) rows: the streams of every token, and the batch."""
     batch = Batch.build([Row(tokens, start, slot, pages_of(slot)) for slot, tokens, start in rows], PAGE_TOKENS, model.device)
     return model.forward(batch), batch
+
+
+def rows_alike(model: Runner, kind: str, got: Tensor, wanted: Tensor) -> bool:
+    """Whether rows of a field of that kind (model/cache.py), uint8 [N, bytes], are the same but for roundings (ROW_ROOM)."""
+    values, expected = row_values(model, kind, got), row_values(model, kind, wanted)
+    errors, sizes = (each.square().sum(-1) for each in (values - expected, expected))
+    case = "quantised" if model.config.quantised else "unquantised"
+    together = len(sizes) < MANY_ROWS or errors.sum() <= ROWS_ROOM[case] ** 2 * sizes.sum()
+    return bool(together) and bool((errors <= ROW_ROOM[case] ** 2 * sizes).all())  # not where there is a NaN
+
+
+def row_values(model: Runner, kind: str, rows: Tensor) -> Tensor:
+    """float64 [N, channels]."""
+    if kind.endswith("state"):
+        return rows.view(torch.float32).double()
+    row = (index_row if kind == "csa_index" else kv_row)(model.config, model.kv_dtype)
+    return row.unpack(rows)
 
 
 def prefill(model: Runner, prompts: Sequence[tuple[int, Sequence[int]]], chunk: int) -> None:

@@ -1,4 +1,5 @@
-"""What a speculating sequence leaves in its KV is what a plain one leaves, byte for byte, wherever drafts are rejected."""
+"""What a speculating sequence leaves in its KV is what a plain one leaves, wherever drafts are rejected: byte for byte on the
+references; but for roundings on kernels, where a step of other rows and tokens adds up in another order."""
 
 from __future__ import annotations
 
@@ -80,7 +81,10 @@ class Rejecting:
         found, wanted = live_rows(self.model, sequence.kv.slot, length), self.plain.rows[length]
         assert found.keys() == wanted.keys()
         for field, rows in wanted.items():
-            assert torch.equal(found[field], rows), (field, length)
+            if golden.EXACT:
+                assert torch.equal(found[field], rows), (field, length)
+            else:
+                assert golden.rows_alike(self.model, field[1], found[field], rows), (field, length)
 
 
 @pytest.mark.parametrize("name", golden.CASES)
