@@ -119,6 +119,7 @@ def test_between_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(Way, "figures", figures_seen)
     short = ["--prompts", "300", "--repeats", "2", "--output-tokens", "4", "--chunk-tokens", "128"]
+    short += ["--router-args", "--dead-after-s 60"]  # a retry has no timeline, and other tests may keep the workers waiting
     monkeypatch.setattr(sys, "argv", ["bench_handoff", *short, "--transport", "shm,zeromq", "--json", str(path)])
     assert main() == 0
     figures = json.loads(path.read_text())
