@@ -22,7 +22,7 @@ from kernels import experts, workspace
 from kernels.indexer import Entries, select_entries
 from kernels.ragged import Ragged
 from kernels.rows import IndexRow, planes
-from kernels.sequences import SequenceTable
+from kernels.sequences import MOST_DRAFTS, SequenceTable
 from kernels.timing import capture, repeated_us
 from kernels.workspace import Workspace
 from kvtransfer.pages import SeqKV
@@ -163,10 +163,22 @@ class Steps:
             torch.cuda.synchronize(self._runner.device)
 
     @torch.inference_mode()
-    def logits(self, rows: int) -> Tensor:
-        """float32 [rows, vocab]: what comes behind the first sequences, in a step of them alone."""
-        first = {name: getattr(self._batch, name)[:rows] for name in ("tokens", "positions", "sequence_ids", "starts", "slots")}
-        few = Batch(**first, cu_tokens=self._batch.cu_tokens[: rows + 1], page_table=self._batch.page_table[:rows], longest=1)
+    def logits(self, rows: int, tokens: int = 1, behind: int = 0) -> Tensor:
+        """float32 [rows * tokens, vocab]: what comes behind each of some tokens of the first sequences, in a step of those
+        alone. behind: how many of a sequence's new tokens, which are random, come before them."""
+        device, shape = self._runner.device, (len(self._batch.slots), MOST_DRAFTS + 1)
+        every = torch.randint(self._runner.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+        starts = self._batch.starts[:rows] + behind
+        few = Batch(
+            tokens=every[:rows, behind : behind + tokens].flatten().to(device),
+            positions=(starts[:, None] + torch.arange(tokens, device=device)).flatten(),
+            sequence_ids=torch.arange(rows, device=device).repeat_interleave(tokens),
+            starts=starts,
+            cu_tokens=torch.arange(rows + 1, device=device) * tokens,
+            slots=self._batch.slots[:rows],
+            page_table=self._batch.page_table[:rows],
+            longest=tokens,
+        )
         with nullcontext() if self._workspace is None else self._workspace.active():
             return self._runner.logits(self._runner.forward(few)).clone()
 

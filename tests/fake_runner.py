@@ -90,6 +90,8 @@ class FakeRunner:
         self._tokens = self.arena.page_field(self.layout.page[0]).view(torch.int64)[:, :, 0]
         self._ring = self.arena.slot_field(self.layout.slot[0]).view(torch.int64)[:, :, 0]
 
+    def make_invariant(self, most_rows: int) -> None: ...
+
     def identity(self) -> dict[str, object]:
         return {"config": self._name, **self.layout.identity()}
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from decode.engine import Engine
 from decode.graphs import Graphs
 from decode.sequence import Sequence
+from kernels import backend
 from kernels.rows import read_rows
 from kernels.sequences import MOST_DRAFTS, SequenceTable
 from kvtransfer.pages import SeqKV
@@ -43,6 +44,7 @@ def sequence_of(slot: int, ids: Many[int], sampling: SamplingParams, sample: int
 
 def make_engine(model: Runner, rows: int, tokens: Many[int] = range(1, MOST_DRAFTS + 2)) -> Engine:
     """An engine over a table of its own. tokens: as in Graphs; more than one is speculation."""
+    backend.make_invariant()
     table = SequenceTable.make(rows, len(model.arena.slots), WIDTH, model.config.vocab_size, model.device)
     return Engine(table, Graphs(model, table, rows, tokens), SPARE_PAGES, depth=0)
 
