@@ -31,9 +31,11 @@ from kvtransfer.tombstones import LIMIT, Tombstones
 from kvtransfer.transports import Freed, Key
 from wire.messages import ALL_SAMPLES, Abort, Failed, Offer, Ready, Tokens, unpack_ids
 from wire.metrics import Metrics
+from wire.timeline import Timeline
 
 DEADLINE_PERIOD_S = 0.1
 GRANT_PERIOD_S = 2.0  # without a Ready for so long the Grant is repeated
+_timeline = Timeline("decode")
 
 
 class Scheduler:
@@ -97,6 +99,7 @@ class Scheduler:
             return
         tokens, samples = unpack_ids(offer.tokens), list(offer.samples)
         self.queued[key] = Request(key, offer, tokens, samples, now_s, now_s + offer.timeout_s)
+        _timeline.note(key, "offered", now_s, tokens=len(tokens))
 
     def ready(self, ready: Ready) -> None:
         request = self.arriving.get((ready.rid, ready.attempt))
@@ -104,6 +107,7 @@ class Scheduler:
             self._metrics.add("stale_readies")
             return
         request.num_bytes, request.grant_again_s = ready.num_bytes, math.inf
+        _timeline.note(request.key, "ready", bytes=ready.num_bytes)
 
     def abort(self, message: Abort) -> None:
         """Forgets an attempt or one sample of it, wherever it is; its pages are free when nothing lands in them any more."""
@@ -163,6 +167,7 @@ class Scheduler:
             sizes = [self.limits.pages_for(request.length), *[partial] * (len(request.samples) - 1)]
             request.kvs = [self._reserve(size) for size in sizes]
             request.serial, request.granted_s = next(self._serials), now_s
+            _timeline.note(request.key, "granted", now_s, pages=len(request.kvs[0].pages))
             self._metrics.observe("queue_seconds", now_s - request.queued_s)
             self.arriving[request.key] = self.queued.pop(request.key)
             request.grant = self._receiver.open(request.key, request.kvs[0].slot, request.kvs[0].pages)
@@ -195,6 +200,12 @@ class Scheduler:
         for sequence in batch:
             sequence.in_flight.append(tokens)
         return batch
+
+    def launched(self, batch: list[Sequence]) -> None:
+        """The step that was chosen last is started; a CPU has computed it by now."""
+        for sequence in batch:
+            if not sequence.first_token_s and len(sequence.in_flight) == 1:
+                _timeline.note(sequence.key, "first_step", sample=sequence.sample)
 
     def _ready(self) -> list[Sequence]:
         return [s for s in self.running if not s.surely_complete]
@@ -276,6 +287,7 @@ class Scheduler:
         """Forks the arrived KV for every sample: full pages are shared, the partial page and the slot are copied."""
         del self.arriving[request.key]
         self._closed.add(request.key)
+        _timeline.note(request.key, "arrived", now_s)
         self._metrics.add("transfers_ok")
         self._metrics.add("kv_received_bytes", request.num_bytes)
         self._metrics.add("kv_received_pages", self.limits.pages_for(request.length))
@@ -323,6 +335,7 @@ class Scheduler:
         self._metrics.add("tokens_dropped", len(choice.tokens) - count)
         if not sequence.first_token_s:
             sequence.first_token_s = now_s
+            _timeline.note(sequence.key, "first_token", now_s, sample=sequence.sample)
             self._metrics.observe("first_token_seconds", now_s - sequence.arrived_s)
         scores = None if choice.logprobs is None else choice.logprobs[:count]
         tops = None if choice.tops is None else choice.tops[:count]
@@ -359,6 +372,7 @@ class Scheduler:
         self._fail_request(request, "corrupt" if corrupt else "transfer", f"the hand-off is broken: {reason}", retryable=True)
 
     def _finish(self, sequence: Sequence) -> None:
+        _timeline.note(sequence.key, "finished", sample=sequence.sample, tokens=sequence.generated)
         self._metrics.add("finished")
         self._release_sequence(sequence)
 

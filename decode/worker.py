@@ -123,6 +123,8 @@ class Worker:
             _log.exception("a step of %d sequences failed", len(batch))
             self._leave_if_lost()
             self.scheduler.fail_step(batch, f"decode failed: {type(error).__name__}: {error}")
+            return
+        self.scheduler.launched(batch)
 
     def _collect(self) -> None:
         try:

@@ -241,8 +241,8 @@ def _unpack_rows(
                 for first in range((program - recent_programs) * ROWS, live, programs * ROWS):
                     number = first + lanes
                     slot = owner * table_width + number // PAGE_ROWS  # of the page in the table
-                    page = tl.load(page_table + slot, mask=number < live, other=0)
-                    there = page > 0
+                    there = number < live  # page 0 too: steps that only warm up select rows of it
+                    page = tl.load(page_table + slot, mask=there, other=0)
                     block = pages + page * page_stride
                     values = block + (number % PAGE_ROWS) * VALUE_BYTES
                     scales = block + PAGE_ROWS * VALUE_BYTES + (number % PAGE_ROWS) * SCALE_BYTES

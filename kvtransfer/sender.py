@@ -25,9 +25,12 @@ from kvtransfer.tombstones import Tombstones
 from kvtransfer.transports import MAX_WRITE_SPANS, Drained, Freed, Key, Lost, Place, Span, Transport, Wrote
 from kvtransfer.transports.seal import check_secret
 from wire.messages import Grant, Ready, unpack_ids
+from wire.timeline import Timeline
 
 if TYPE_CHECKING:
     from kvtransfer.arena import Arena
+
+_timeline = Timeline("kvtransfer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,7 @@ class Sender:
         return True
 
     def _wrote(self, handoff: _Handoff, event: Wrote) -> None:
+        _timeline.note(handoff.key, "in_place", spans=event.num_spans, bytes=event.num_bytes)
         handoff.writes_open -= 1
         handoff.num_spans += event.num_spans
         handoff.num_bytes += event.num_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -90,22 +90,23 @@ class Runner:
         }
 
     @torch.inference_mode()
-    def warm_up(self, steps: Iterable[tuple[int, int]]) -> None:
-        """Compiles the kernels of steps of (sequences, tokens of each), on page 0 and slot 0, which belong to nobody. Does
-        nothing without kernels. A loop whose first request waits for the compiler would be taken for dead.
+    def warm_up(self, steps: Iterable[Sequence[int]]) -> None:
+        """Compiles the kernels of steps, each given by how many tokens each of its sequences has, on page 0 and slot 0, which
+        belong to nobody. Does nothing without kernels. A loop whose first request waits for the compiler would be taken for
+        dead.
         Raises RuntimeError that says where a step fails.
         """
         if not backend.active().triton:
             return
         begin_s = time.monotonic()
-        for sequences, tokens in steps:
+        for lengths in steps:
             trail = Trail()
             try:
                 with trail.followed():
-                    self.run_once(sequences, tokens)
+                    self.run_once(lengths)
             except Exception as error:  # whatever a compiler, a driver or an operation says is part of the message
                 raise RuntimeError(
-                    f"a step of {sequences} x {tokens} tokens fails: {trail.place(error)}: {trail.reason(error)}."
+                    f"a step of {len(lengths)} x {max(lengths)} tokens fails: {trail.place(error)}: {trail.reason(error)}."
                     " python -m kernels.check tests every kernel on this card."
                 ) from error
         if self.device.type == "cuda":
@@ -113,13 +114,13 @@ class Runner:
         _log.info("kernels compiled in %.1f s", time.monotonic() - begin_s)
 
     @torch.inference_mode()
-    def run_once(self, sequences: int, tokens: int, start: int = 0) -> None:
-        """A step at positions from `start` on, on page 0 and slot 0, which belong to nobody; for what it compiles and takes."""
-        pages = [0] * max(WARM_PAGES, self.layout.pages_for(start + tokens))
-        rows = [Row([0] * tokens, start, 0, pages)] * sequences
-        batch = Batch.build(rows, self.layout.page_tokens, self.device)
+    def run_once(self, lengths: Sequence[int], start: int = 0) -> None:
+        """A step of so many tokens of each sequence from position `start` on, on page 0 and slot 0, which belong to nobody: for
+        what it compiles and takes."""
+        pages = [0] * max(WARM_PAGES, self.layout.pages_for(start + max(lengths)))
+        batch = Batch.build([Row([0] * tokens, start, 0, pages) for tokens in lengths], self.layout.page_tokens, self.device)
         streams = self.forward(batch)
-        self.logits(streams[:sequences])
+        self.logits(streams[: len(lengths)])
         if self.mtp is not None:
             self.store_draft_rows(streams, batch.tokens, batch)
 

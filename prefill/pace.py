@@ -1,4 +1,4 @@
-"""How far the host is ahead of the device, and how long each step took there."""
+"""How far the host is ahead of the device, and when each step ran there."""
 
 from __future__ import annotations
 
@@ -56,11 +56,16 @@ def marks_of(device: torch.device) -> Callable[[], Mark]:
 
 class Pace:
     """Of the steps that are started and not yet over: `with pace.step(chunks): ...` starts one, `over` gives those that are
-    done. A step's time runs on the device, from the end of the one before where that is later."""
+    done. A step's time runs on the device, from the end of the one before where that is later.
 
-    def __init__(self, mark: Callable[[], Mark]) -> None:
-        self._mark = mark
+    Marks tell times apart, not what time it is. That comes from `clock` and a mark that passed when it was made: the first one
+    after a pause.
+    """
+
+    def __init__(self, mark: Callable[[], Mark], clock: Callable[[], float] = time.monotonic) -> None:
+        self._mark, self._clock = mark, clock
         self._steps: deque[tuple[list[Chunk], Mark, Mark]] = deque()  # with begin and end
+        self._known: tuple[Mark, float] | None = None  # a mark and when it passed
 
     @property
     def full(self) -> bool:
@@ -74,13 +79,22 @@ class Pace:
     def step(self, chunks: list[Chunk]) -> Iterator[None]:
         """One that raises is forgotten."""
         begin = self._mark()
+        if self.still:
+            self._known = begin, self._clock()
         yield
         self._steps.append((chunks, begin, self._mark()))
 
-    def over(self) -> list[tuple[list[Chunk], float]]:
-        """(chunks, seconds) of the steps that have ended since the last call, in order."""
+    def over(self) -> list[tuple[list[Chunk], float, float]]:
+        """(chunks, begin, end) of the steps that have ended since the last call, in order. Times are the clock's."""
         ended = []
         while self._steps and self._steps[0][2].passed():
             chunks, begin, end = self._steps.popleft()
-            ended.append((chunks, end.seconds_since(begin)))
+            end_s = self._when(end)
+            ended.append((chunks, end_s - end.seconds_since(begin), end_s))
         return ended
+
+    def _when(self, passed: Mark) -> float:
+        """The two clocks drift apart: never later than now."""
+        assert self._known is not None
+        mark, at_s = self._known
+        return min(self._clock(), at_s + passed.seconds_since(mark))

@@ -22,10 +22,12 @@ from prefill.prompt import Chunk, Prompt, Scores
 from prefill.shares import share_out
 from wire.messages import ALL_SAMPLES, Abort, Failed, Grant, Offer, Prefill, Ready, unpack_ids
 from wire.metrics import Metrics
+from wire.timeline import Timeline
 
 OFFER_PERIOD_S = 2.0  # without a Grant for so long the Offer is repeated: it, or the connection, may have been lost
 LAST_WORDS = 16_384  # 5 MB; at a thousand requests a second 16 s, of which decode's repeated Grant needs two or three
 DEADLINE_PERIOD_S = 0.1
+_timeline = Timeline("prefill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +96,16 @@ class Scheduler:
         deadline_s = now_s + message.timeout_s
         tokens, samples = unpack_ids(message.tokens), list(message.samples)
         self.waiting[key] = Prompt(key, message, tokens, samples, now_s, deadline_s, scores)
+        _timeline.note(key, "queued", now_s, tokens=len(tokens))
 
     def grant(self, message: Grant) -> None:
         """Lets a hand-off go. Decode repeats its Grant while it has no Ready; see above."""
         key = (message.rid, message.attempt)
         prompt = self._find(key)
         if prompt is not None:
-            prompt.granted = self._sender.granted(message) or prompt.granted
+            if self._sender.granted(message):
+                prompt.granted = True
+                _timeline.note(key, "granted")
         elif key in self._last_words:
             self._send(*self._last_words[key])
         else:
@@ -141,6 +146,7 @@ class Scheduler:
             if not self._say_last(prompt, event.ready):
                 self._fail(prompt, "transfer", f"nothing can be sent to {prompt.message.decode_inbox!r}", retryable=True)
                 continue
+            _timeline.note(event.key, "ready", bytes=event.ready.num_bytes)
             self._metrics.add("transfers_ok")
             self._metrics.add("kv_sent_bytes", event.ready.num_bytes)
             self._metrics.add("kv_sent_pages", self._pages(prompt.length))
@@ -198,14 +204,16 @@ class Scheduler:
             else:
                 self._hand_over(prompt, now_s)
 
-    def ended(self, chunks: list[Chunk], now_s: float) -> None:
-        """A step is over on its device."""
+    def ended(self, chunks: list[Chunk], begin_s: float, end_s: float) -> None:
+        """A step is over on its device, where it took that time."""
         for chunk in chunks:
             prompt = chunk.prompt
             prompt.done += chunk.count
+            _timeline.note(prompt.key, "computing", begin_s, tokens=chunk.count)
+            _timeline.note(prompt.key, "computed", end_s, tokens=chunk.count)
             if prompt.done == prompt.length:
-                prompt.end_s = now_s
-                self._metrics.observe("prefill_seconds", now_s - prompt.begin_s)
+                prompt.end_s = end_s
+                self._metrics.observe("prefill_seconds", end_s - prompt.begin_s)
 
     def fail_step(self, chunks: list[Chunk], reason: str) -> None:
         """A step has raised: its prompts end, and nothing else."""
@@ -218,6 +226,7 @@ class Scheduler:
     def _begin(self, prompt: Prompt, now_s: float) -> None:
         """Starts to compute, and tells decode what is coming."""
         prompt.begin_s = now_s
+        _timeline.note(prompt.key, "begun", now_s)
         self._metrics.observe("queue_seconds", now_s - prompt.queued_s)
         self.computing[prompt.key] = self.waiting.pop(prompt.key)
         self._sender.open(prompt.key)

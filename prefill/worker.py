@@ -18,12 +18,12 @@ from kvtransfer.layout import identity_fingerprint
 from kvtransfer.pages import PagePool
 from kvtransfer.sender import Sender
 from kvtransfer.transports import BulkOptions, open_transport
-from model.memory import CudaGauge, Gauge, first_arena, kv_room
-from model.runner import Runner, chunk_lengths
+from model.runner import Runner
 from prefill.config import PrefillConfig
 from prefill.engine import Engine
 from prefill.pace import Pace, marks_of
 from prefill.prompt import Chunk
+from prefill.room import make_runner
 from prefill.scheduler import Limits, Scheduler
 from wire.messages import Abort, Grant, Prefill, Refused
 from wire.worker import Presence
@@ -126,10 +126,9 @@ class Worker:
         except RuntimeError:
             self._leave_if_lost()
             raise
-        for chunks, seconds in ended:
-            now_s = time.monotonic()
-            self.scheduler.ended(chunks, now_s)
-            self._presence.stepped(sum(chunk.count for chunk in chunks), now_s - seconds, now_s)
+        for chunks, begin_s, end_s in ended:
+            self.scheduler.ended(chunks, begin_s, end_s)
+            self._presence.stepped(sum(chunk.count for chunk in chunks), begin_s, end_s)
 
     def _counts(self) -> dict[str, int]:
         scheduler = self.scheduler
@@ -137,28 +136,11 @@ class Worker:
         return {**scheduler.pool.counts(), "queued": queued, "running": running}
 
 
-def allot(config: PrefillConfig, runner: Runner, gauge: Gauge) -> None:
-    """Makes the KV memory of what is left beside the largest step, at the end of the longest prompts."""
-    longest, chunk = config.longest(runner.config.max_position_embeddings), config.chunk_tokens
-    rows = max(1, config.step_tokens // chunk)
-    free_bytes, total_bytes = gauge.free_and_total()
-    step_bytes = gauge.peak(lambda: runner.run_once(rows, chunk, max(0, longest - chunk)))
-    room = kv_room(runner.layout, free_bytes, total_bytes, config.memory_fraction, step_bytes, config.num_slots, longest)
-    runner.make_arena(room.num_pages, room.num_slots)
-    _log.info("%s", room)
-
-
 def serve(config: PrefillConfig) -> int:
     """Loads the model and runs the worker (wire/worker.py)."""
     torch.set_num_threads(config.threads)
 
     def build(context: zmq.Context[Any]) -> Worker:
-        sizes = first_arena(config.num_pages, config.num_slots, config.device)
-        runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
-        runner.warm_up((1, tokens) for tokens in chunk_lengths(config.chunk_tokens))
-        runner.warm_up([(max(1, config.step_tokens // config.chunk_tokens), config.chunk_tokens)])
-        if runner.device.type == "cuda" and not config.num_pages:
-            allot(config, runner, CudaGauge(runner.device))
-        return Worker(config, runner, context)
+        return Worker(config, make_runner(config), context)
 
     return wire.worker.serve("prefill", config, build)

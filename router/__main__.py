@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 
 import uvloop
@@ -13,6 +14,7 @@ from router.server import Router
 from router.text import TokenizerError
 from wire.curve import ClusterKeyError
 from wire.options import parse
+from wire.timeline import show_timelines
 
 SWITCH_INTERVAL_S = 0.001  # how long a thread that writes a large answer may keep the event loop waiting
 
@@ -26,6 +28,9 @@ async def _serve(config: RouterConfig) -> None:
 def main() -> None:
     config = parse(RouterConfig, "python -m router")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if config.timeline:
+        logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        show_timelines()
     try:
         uvloop.run(_serve(config))
     except (TokenizerError, ClusterKeyError) as error:

@@ -35,6 +35,7 @@ class RouterConfig:
         "", help="file of the cluster's key (scripts/make_keys.py): only members are talked to, encrypted"
     )
     insecure: bool = option(False, help="let the inbox listen beyond this host without a key: whoever can connect is served")
+    timeline: bool = option(False, help="log when each request is sent to workers and answered; they take --timeline too")
     stream_buffer_bytes: int = option(1 << 20, help="a client that leaves more than this unread loses its stream")
 
     def __post_init__(self) -> None:

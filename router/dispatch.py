@@ -34,8 +34,10 @@ from wire.messages import (
     pack_ids,
 )
 from wire.metrics import Metrics
+from wire.timeline import Timeline
 
 _LOG = logging.getLogger("pdserve.router")
+_timeline = Timeline("router")
 STALL_S = 0.5  # a sweep that comes this much late says that the router stood still, not the workers
 CORRUPT_TRIES = 2  # bytes that change on their way twice will do so again
 WORKER_GRACE_S = 1.0  # workers give up this much after the router, which then is the one that says so
@@ -329,6 +331,7 @@ class Dispatcher:
             self._losses.watch(attempt)
         request.tries.append(attempt)
         prefill.prompt_tokens.put(key, len(tokens))
+        _timeline.note(key, "sent", now, tokens=len(tokens))
         self._update_load(attempt)
         message = Prefill(
             *key, pack_ids(tokens), len(request.prompt), tuple([sample.index for sample in samples]), request.sampling,
@@ -368,6 +371,7 @@ class Dispatcher:
         attempt.started = True
         attempt.prefill.prompt_tokens.drop(attempt.key)
         self.served_s = now = self._clock()
+        _timeline.note(attempt.key, "answered", now)
         if attempt.request.pinned is None and not attempt.request.answered:
             attempt.request.answered = True
             self.metrics.observe("ttft_seconds", now - attempt.request.submitted_s)

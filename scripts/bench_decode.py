@@ -2,8 +2,9 @@
 
 ``python -m scripts.bench_decode`` makes the weights in memory (FP4 experts, the rest FP8), fills KV memory with finite random
 rows, and prints: decode steps beside the bytes they cannot avoid; what a larger configured limit costs, and what it would with
-an indexer sized by it; prefill; where the GPU's time goes; how many tokens KV memory holds. Figures of vLLM stand beside ours
-where it was measured with the same widths on the same kind of GPU, in another run.
+an indexer sized by it; whether a sequence's logits depend on the batch; prefill; where the GPU's time goes; how many tokens KV
+memory holds. Figures of vLLM stand beside ours where it was measured with the same widths on the same kind of GPU, in another
+run.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from model.config import ModelConfig
 from model.memory import tokens_in
 from model.runner import Runner
 from scripts.decode_floor import read_gb_per_s, step_bytes
+from scripts.decode_forms import equal_rows, one_form
 from scripts.decode_peer import DECODE_MS, KV_BYTES, KV_TOKENS, LIMIT_MS, PREFILL_TOKENS_PER_S
 from scripts.decode_profile import recorded, summary
 from scripts.decode_steps import MOST_STEPS, Steps, fill_memory, indexer_of_the_maximum, last_positions
@@ -39,7 +41,7 @@ from scripts.random_checkpoint import RandomCheckpoint, entries_of
 from scripts.released_config import RELEASED, with_layers
 from wire.options import option, parse
 
-SECTIONS = ("decode", "limit", "prefill", "profile", "capacity")
+SECTIONS = ("decode", "limit", "bits", "prefill", "profile", "capacity")
 TINY_CONFIG = Path(__file__).parent.parent / "bundled" / "tiny" / "config.json"
 WORKSPACE_BYTES = 2 << 30
 RESERVED_BYTES = 20 << 30  # beside weights and KV memory: workspace, a chunk's activations, what graphs and libraries keep
@@ -109,6 +111,7 @@ class Bench:
         sections: dict[str, Callable[[], Iterator[Figures]]] = {
             "decode": self.decode,
             "limit": self.limit,
+            "bits": self.bits,
             "prefill": self.prefill,
             "profile": self.profile,
         }
@@ -194,6 +197,24 @@ class Bench:
         peer = LIMIT_MS.get((self.layers, batch, limit)) if self._comparable() and not indexer else None
         named = {"batch": batch, "context": self.config.limit_context, "limit": limit, "indexer": indexer}
         return named | {"vllm_graph_ms": peer and peer[0], "vllm_wall_ms": peer and peer[1]}
+
+    def bits(self) -> Iterator[Figures]:
+        """Whether the first sequences of the largest batch get the same logits in smaller ones; and the same, and how long a
+        step takes, where every operation is cut as for the largest."""
+        *few, most = sorted(self.config.numbers("batches"))
+        context, base_ms = self.config.numbers("contexts")[:2][-1], dict[int, float]()
+        for form in ("by rows", "one"):
+            with one_form(most) if form == "one" else nullcontext():
+                steps = self._steps(self.config.limit, [*few, most])
+                if not self._fits(steps, most, context):
+                    continue
+                together = steps.logits(most)
+                compared = {batch: equal_rows(steps.logits(batch), together) for batch in few}
+                for batch in (batch for batch in few if self._fits(steps, batch, context)):
+                    step_ms = steps.step_ms(self.config.replays)
+                    base_ms.setdefault(batch, step_ms)
+                    named = {"batch": batch, "beside": most, "context": context, "form": form}
+                    yield named | compared[batch] | {"step_ms": step_ms, "step_ratio": step_ms / base_ms[batch]}
 
     def prefill(self) -> Iterator[Figures]:
         """Prompts alone, and two that queue: then the second one's first chunk starts while the GPU is at the first one's."""

@@ -162,6 +162,14 @@ class Steps:
         if self._cuda:
             torch.cuda.synchronize(self._runner.device)
 
+    @torch.inference_mode()
+    def logits(self, rows: int) -> Tensor:
+        """float32 [rows, vocab]: what comes behind the first sequences, in a step of them alone."""
+        first = {name: getattr(self._batch, name)[:rows] for name in ("tokens", "positions", "sequence_ids", "starts", "slots")}
+        few = Batch(**first, cu_tokens=self._batch.cu_tokens[: rows + 1], page_table=self._batch.page_table[:rows], longest=1)
+        with nullcontext() if self._workspace is None else self._workspace.active():
+            return self._runner.logits(self._runner.forward(few)).clone()
+
     def experts_asked(self) -> list[int]:
         """How many different experts each layer asks in this step."""
         with routes_recorded() as asked:

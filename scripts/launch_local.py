@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shlex
 import signal
@@ -56,7 +57,8 @@ class Child:
     def __init__(self, name: str, command: list[str], log_dir: Path, environment: dict[str, str]) -> None:
         self.name = name
         self.log = log_dir / f"{name}.log"
-        self._lines: list[str] = []
+        self._lines: list[tuple[float, str]] = []  # when it came, what
+        self._spawned_s = time.monotonic()
         with self.log.open("wb") as stderr:
             self.process = subprocess.Popen(
                 command,
@@ -72,7 +74,11 @@ class Child:
 
     def line(self, prefix: str) -> str:
         """The rest of the first printed line that starts with `prefix`, or "" while there is none."""
-        return next((line[len(prefix) :].strip() for line in list(self._lines) if line.startswith(prefix)), "")
+        return next((line[len(prefix) :].strip() for _, line in list(self._lines) if line.startswith(prefix)), "")
+
+    def seconds_until(self, prefix: str) -> float:
+        """From the start of the process to that line; infinite while there is none."""
+        return next((at_s for at_s, line in list(self._lines) if line.startswith(prefix)), math.inf) - self._spawned_s
 
     def check(self) -> None:
         """Raises LaunchError with the process's last word when it has ended."""
@@ -84,7 +90,7 @@ class Child:
 
     def _read(self, stdout: IO[str]) -> None:
         for line in stdout:
-            self._lines.append(line)
+            self._lines.append((time.monotonic(), line))
 
 
 class System:

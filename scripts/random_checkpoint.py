@@ -1,4 +1,5 @@
-"""RandomCheckpoint: a checkpoint that no file holds. Its tensors are made on the device when they are taken.
+"""RandomCheckpoint: a checkpoint that no file holds. Its tensors are made on the device when they are taken, or written to a
+folder for processes that read one.
 
 It has what the released format has for a config: every name, dtype and shape (spec D). The values keep activations near 1:
 matrices have rows of about unit length, norms and scales are close to 1, a token asks any expert as likely as any other.
@@ -7,10 +8,12 @@ matrices have rows of about unit length, norms and scales are close to 1, a toke
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +22,13 @@ from kernels import backend
 from kernels.experts import ExpertWeights
 from kernels.quant import FP4_BLOCK, FP4_VALUES, WEIGHT_BLOCK
 from model.config import CSA, WINDOW_ONLY, ModelConfig
-from model.weights import ITEM_BYTES, Checkpoint, Entry
+from model.weights import ITEM_BYTES, SINGLE_FILE, Checkpoint, Entry
 
 FP8_RMS = 32.0  # of the codes: far from e4m3's largest, 448, and from its subnormals
 FP4_RMS = math.sqrt(sum(value * value for value in FP4_VALUES) / len(FP4_VALUES))  # of random codes
 SCALES_RMS = math.sqrt((0.25 + 1.0 + 4.0) / 3)  # of a scale, relative to the middle one of the three there are
 ZERO_EXPONENT = 127  # the ue8m0 byte of 1
+WRITTEN_EXPERTS = 8  # of a layer in a file; the others repeat them: making bytes takes longer than writing them
 
 Named = tuple[str, str, tuple[int, ...]]  # name, dtype in the file format's word, shape
 
@@ -91,10 +95,46 @@ class RandomCheckpoint(Checkpoint):
                     scales[1:] = scales[0]
         return made
 
+    def file_bytes(self, entries: Iterable[Entry]) -> Iterator[memoryview]:
+        """Of each entry what a file holds."""
+        made: dict[str, memoryview] = {}  # of experts
+        for entry in entries:
+            prefix, is_expert, rest = entry.name.partition(".experts.")
+            if is_expert:
+                number, _, what = rest.partition(".")
+                name = f"{prefix}.{int(number) % WRITTEN_EXPERTS}.{what}"
+                if name not in made:
+                    made[name] = self._file_bytes(entry)
+                yield made[name]
+            else:
+                yield self._file_bytes(entry)
+
+    def _file_bytes(self, entry: Entry) -> memoryview:
+        return self._read(entry).flatten().view(torch.uint8).cpu().numpy().data
+
     def digest(self) -> str:
         """Of names, dtypes, shapes and the seed."""
         named = [(entry.name, entry.dtype, entry.shape) for _, entry in sorted(self._entries.items())]
         return hashlib.sha256(f"{self._seed} {named}".encode()).hexdigest()[:16]
+
+
+def write_checkpoint(config_json: dict[str, Any], folder: Path, device: str | torch.device) -> None:
+    """A folder that a worker takes for --model: config.json and one safetensors file, without a tokenizer."""
+    checkpoint = RandomCheckpoint(ModelConfig.from_json(config_json), device)
+    # wide types first, as the format asks for alignment
+    entries = sorted(entries_of(checkpoint.config).values(), key=lambda entry: -ITEM_BYTES[entry.dtype])
+    header, at = {}, 0
+    for entry in entries:
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [at, at + entry.last]}
+        at += entry.last
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / SINGLE_FILE).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for data in checkpoint.file_bytes(entries):
+            file.write(data)
+    (folder / "config.json").write_text(json.dumps(config_json, indent=1))  # last: with it the folder is complete
 
 
 def entries_of(config: ModelConfig) -> dict[str, Entry]:

@@ -16,10 +16,10 @@ import torch
 
 import kernels
 from decode.sampling import Choice
-from kernels import backend
+from kernels import attention, backend, hyper, route
 from kernels.indexer import select_entries
 from kernels.launch import launches_go_to
-from kernels.rows import planes
+from kernels.rows import KVRow, planes
 from kernels.sample import Parameters, noise_stream, sample
 from kernels.workspace import Workspace
 from model import indexer
@@ -30,6 +30,7 @@ from model.runner import Runner
 from scripts import decode_steps
 from scripts.bench_decode import SECTIONS, BenchConfig, capacity, run, table
 from scripts.decode_floor import step_bytes
+from scripts.decode_forms import equal_rows, one_form
 from scripts.decode_profile import GROUP_OF, Work, exclusive_times, summary
 from scripts.decode_steps import (
     Steps,
@@ -71,7 +72,7 @@ def test_the_short_form() -> None:
         figures = run(parse(BenchConfig, "bench_decode", SHORT))
     assert ablation.called
     assert json.loads(json.dumps(figures)) == figures and not figures["skipped"]
-    for section in SECTIONS:
+    for section in set(SECTIONS) - {"bits"}:  # which needs two batches
         assert figures[section] and table(figures[section]).count("\n") == 1 + len(figures[section])
     (decode,) = figures["decode"]
     assert min(decode[name] for name in ("forward_ms", "step_ms", "wall_ms", "tokens_per_s", "floor_ms")) > 0
@@ -84,6 +85,40 @@ def test_the_short_form() -> None:
     (profile,) = figures["profile"]
     assert profile["kernels"] > 100 and sum(each for name, each in profile.items() if name.startswith("share")) > 0.999
     assert profile["idle_between"] == 0 and 0 <= profile["idle_within"] < 1
+
+
+def test_bits_alone_and_in_a_batch() -> None:
+    """The references do not look at the number of rows."""
+    figures = run(parse(BenchConfig, "bench_decode", [*SHORT, "--batches", "3,1", "--only", "bits"]))
+    assert [(row["form"], row["batch"], row["beside"]) for row in figures["bits"]] == [("by rows", 1, 3), ("one", 1, 3)]
+    for row in figures["bits"]:
+        assert (row["same_bits"], row["same_token"], row["apart"]) == (1.0, 1.0, 0.0) and row["step_ratio"] > 0
+
+
+def test_bits_that_differ_are_counted() -> None:
+    together = torch.tensor([[1.0, 2.0], [3.0, 1.0], [9.0, 9.0]])
+    alone = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    found = equal_rows(alone, together)
+    assert (found["same_bits"], found["same_token"]) == (0.5, 0.5)
+    assert found["apart"] == pytest.approx((9 / 15) ** 0.5)
+
+
+def test_one_form_is_that_of_the_number_of_rows_it_is_told() -> None:
+    row, before = KVRow("fp8", 512, 64, rounded=True), backend.active()
+    queries = [torch.empty(rows, 64, 512, dtype=torch.bfloat16, device="meta") for rows in (1, 64)]
+
+    def forms(rows: int) -> tuple[object, ...]:
+        return attention.tiling(queries[rows == 64], row, None), route._route_tiles(rows, 4096), hyper._tiles(rows)
+
+    backend.use(backend.TARGETS["sm_90"])
+    try:
+        one, many = forms(1), forms(64)
+        assert all(left != right for left, right in zip(one, many, strict=True))
+        with one_form(64):
+            assert forms(1) == forms(64) == many
+        assert forms(1) == one
+    finally:
+        backend.use(before)
 
 
 def test_what_there_is_no_time_for_is_named() -> None:

@@ -6,8 +6,9 @@ or a shape that depends on data raises, with the line in the traceback. Kernels 
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import product
 from typing import Any, cast
@@ -36,6 +37,7 @@ from model.mtp import MTP
 from model.runner import Runner, chunk_lengths, doubling
 from model.transformer import Transformer
 from model.weights import Checkpoint
+from prefill.room import warm_steps
 from tests import golden
 
 META = torch.device("meta")
@@ -363,6 +365,37 @@ def test_no_length_asks_for_machine_code_that_warming_up_did_not_make(name: str,
     found = codes([*chunks, *steps]) + codes(some, 33) + codes(some, 82)
     assert not specialised(found)
     assert not_allowed(new_codes(found, warm)) == {}
+
+
+def test_prompts_of_any_lengths_run_the_code_that_warming_up_made(target: backend.Backend) -> None:
+    """Up to 64 prompts in a step, most of them short. One step in a thousand may still meet the compiler (`_combine`)."""
+    main, mtp, caches = shapes_of("tiny-fp8fp4", target)
+    draw, most = random.Random(5), 512
+
+    def run(lengths: Sequence[int], pages: int) -> None:
+        batch = prompts_of(lengths, pages)
+        streams = main.forward(batch, caches[: len(main.layers)])
+        main.logits(streams[: len(lengths)])
+        mtp.store(streams, batch.tokens, batch, caches[-1])
+
+    def prompts() -> list[int]:
+        count, together = draw.choice((1, 2, 3, 5, 9, 17, 40)), draw.choice((64, most))
+        return [draw.randint(1, together // count) for _ in range(count)]
+
+    warm = [codes_of(partial(run, lengths, 16)) for lengths in warm_steps(most, most)]
+    found = [codes_of(partial(run, prompts(), draw.choice((16, 48, 80)))) for _ in range(150)]
+    assert not specialised(found)
+    assert not_allowed(new_codes(found, warm)) == {}
+
+
+def prompts_of(lengths: Sequence[int], pages: int) -> Batch:
+    """A chunk of each of some prompts."""
+    batch = step_of(1, sum(lengths), pages)
+    batch.longest, count = max(lengths), len(lengths)
+    batch.starts, batch.slots = (torch.empty(count, dtype=torch.int64, device=META) for _ in range(2))
+    batch.cu_tokens = torch.empty(count + 1, dtype=torch.int64, device=META)
+    batch.page_table = torch.empty(count, pages, dtype=torch.int64, device=META)
+    return batch
 
 
 def test_no_length_asks_for_new_code_of_the_kernels_that_only_the_large_model_runs() -> None:

@@ -307,7 +307,7 @@ def test_warming_up_for_prefill_says_where_it_fails(unstarted: tuple[Runner, Seq
             RuntimeError, match=r"a step of 2 x 1 tokens fails: layers\.1\.attn, kernel decode, .*needs 147456 of shared"
         ),
     ):
-        runner.warm_up([(1, 300), (2, 1)])
+        runner.warm_up([[300], [1, 1]])
 
 
 def test_without_graphs_every_size_is_started_once(unstarted: tuple[Runner, SequenceTable]) -> None:

@@ -188,6 +188,18 @@ def test_odd_sizes(change: Callable[[Sizes], Sizes]) -> None:
     Chunk(change(Sizes(THREE)), "selected").check()
 
 
+@pytest.mark.usefixtures("triton_backend")
+def test_page_0_is_read_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's first steps select rows of it; an address that nobody wrote stopped a GPU."""
+
+    def on_page_0(sizes: Sizes, order: Sequence[int]) -> Batch:
+        rows = (sizes.rows[number] for number in order)
+        return Batch.build([Row([0] * new, start, slot, [0] * 16) for slot, start, new in rows], sizes.page_tokens)
+
+    monkeypatch.setattr("tests.test_kernel_attention_prefill.batch_of", on_page_0)
+    Chunk(Sizes(((0, 3, 30),)), "selected").check()
+
+
 @pytest.mark.parametrize("start", [0, 1, 120, 127, 128, 250])
 @pytest.mark.usefixtures("triton_backend")
 def test_around_the_window_and_the_first_compressed_rows(start: int) -> None:

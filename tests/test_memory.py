@@ -15,7 +15,7 @@ from kvtransfer.layout import KVLayout
 from model.batch import Batch
 from model.memory import CPU_PAGES, TRIAL, first_arena, kv_room, tokens_in
 from prefill.config import PrefillConfig
-from prefill.worker import allot as allot_prefill
+from prefill.room import allot as allot_prefill
 from scripts.kv_ends import flash_layout
 from tests import golden
 from tests.fake_runner import FakeDrafter
@@ -151,7 +151,7 @@ def test_a_new_arena_is_the_one_that_the_model_writes() -> None:
     old = runner.arena
     runner.make_arena(6, 5)
     assert (len(runner.arena.pages), len(runner.arena.slots)) == (6, 5)
-    runner.run_once(1, 200)
+    runner.run_once([200])
     assert runner.arena.pages.any() and runner.arena.slots[0].any()
     assert not old.pages.any() and not old.slots.any()
 

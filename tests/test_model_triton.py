@@ -117,7 +117,7 @@ def test_warming_up_starts_every_kernel_on_the_page_that_is_nobodys(monkeypatch:
     try:
         runner = Runner(golden.model_dir("tiny-fp8fp4"), page_tokens=golden.PAGE_TOKENS, num_pages=4, num_slots=3)
         with launches_go_to(lambda kernel, grid, *args, **options: started.add(kernel.fn.__name__)):
-            runner.warm_up([(4, 1), (1, 7), (1, 300)])
+            runner.warm_up([[1] * 4, [7], [300]])
     finally:
         backend.use(before)
     kernels = ("_decode", "_attend", "_score_kernel", "_compress", "_kv_rows", "swiglu_kernel", "_choose_kernel")
@@ -129,7 +129,9 @@ def test_warming_up_starts_every_kernel_on_the_page_that_is_nobodys(monkeypatch:
 def test_without_kernels_there_is_nothing_to_warm_up() -> None:
     runner = Runner(golden.model_dir("tiny-bf16"), page_tokens=golden.PAGE_TOKENS, num_pages=2, num_slots=2)
     runner.arena.pages[0].fill_(7)
-    runner.warm_up([(2, 200)])
+    runner = Runner(golden.model_dir("tiny-bf16"), page_tokens=golden.PAGE_TOKENS, num_pages=2, num_slots=2)
+    runner.arena.pages[0].fill_(7)
+    runner.warm_up([[200, 200]])
     assert (runner.arena.pages[0] == 7).all()
 
 

@@ -47,9 +47,9 @@ class Point:
 
 
 def test_a_pace_counts_what_is_under_way_and_times_it_on_the_device() -> None:
-    now_s = 0.0
+    now_s = 7.0
     device = Device(0.05, lambda: now_s)
-    pace = Pace(device.mark)
+    pace = Pace(device.mark, lambda: now_s)
     assert [pace.still, pace.full, *pace.over()] == [True, False]
     first, second = [Chunk(prompt_of(200), 100)], [Chunk(prompt_of(9), 7)]
     for chunks in (first, second):
@@ -57,11 +57,36 @@ def test_a_pace_counts_what_is_under_way_and_times_it_on_the_device() -> None:
             pass
     assert [pace.still, pace.full, *pace.over()] == [False, True], "both were started at once, neither is over"
     now_s += 0.06
-    ((chunks, seconds),) = pace.over()
-    assert chunks is first and not pace.full and seconds == pytest.approx(0.05)
+    ((chunks, *times),) = pace.over()
+    assert chunks is first and not pace.full and times == pytest.approx([7.0, 7.05])
     now_s += 0.06
-    ((chunks, seconds),) = pace.over()
-    assert chunks is second and seconds == pytest.approx(0.05), "the second began when the first had ended"
+    ((chunks, *times),) = pace.over()
+    assert chunks is second and times == pytest.approx([7.05, 7.1]), "the second began when the first had ended"
+    now_s = 9.0
+    with pace.step(first):
+        pass
+    now_s = 10.0
+    ((_, *times),) = pace.over()
+    assert times == pytest.approx([9.0, 9.05]), "a pause is nobody's time, nor is how late it was noticed"
+
+
+@pytest.mark.parametrize(
+    ("rate", "first", "second"),
+    [(0.5, [6.0, 8.0], [12.5, 14.5]), (1.0, [7.0, 9.0], [20.0, 22.0]), (2.0, [7.0, 9.0], [33.0, 35.0])],
+)
+def test_two_clocks_may_drift(rate: float, first: list[float], second: list[float]) -> None:
+    """While a second passes on the device `rate` pass on the host. No step ends after it was seen to be over, and what has
+    added up is forgotten in a pause."""
+    now_s = 7.0
+    device = Device(2.0, lambda: now_s)
+    pace = Pace(device.mark, lambda: 7.0 + (now_s - 7.0) * rate)
+    for begin_s, expected in ((7.0, first), (20.0, second)):
+        now_s = begin_s
+        with pace.step([]):
+            pass
+        now_s += 2.0
+        ((_, *times),) = pace.over()
+        assert times == expected
 
 
 def test_a_step_that_raises_is_not_waited_for() -> None:
@@ -73,10 +98,12 @@ def test_a_step_that_raises_is_not_waited_for() -> None:
 
 def test_on_a_cpu_a_step_is_over_when_it_returns() -> None:
     pace = Pace(HostMark)
+    before_s = time.monotonic()
     with pace.step([]):
         time.sleep(0.02)
-    ((_, seconds),) = pace.over()
-    assert 0.02 <= seconds < 0.5 and pace.still
+    after_s = time.monotonic()
+    ((_, begin_s, end_s),) = pace.over()
+    assert before_s <= begin_s <= end_s - 0.02 and end_s <= after_s and pace.still
 
 
 def test_an_upload_is_one_tensor_whose_parts_are_aligned() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +19,9 @@ from kernels.experts_weights import dequantised
 from model.batch import Batch, Row
 from model.config import ModelConfig
 from model.runner import Runner
-from model.weights import SINGLE_FILE, read_safetensors
+from model.weights import SINGLE_FILE, Checkpoint, read_safetensors
 from scripts.launch_local import ROOT
-from scripts.random_checkpoint import RandomCheckpoint, entries_of
+from scripts.random_checkpoint import RandomCheckpoint, entries_of, write_checkpoint
 from scripts.released_config import RELEASED, with_layers
 from tests import golden
 
@@ -136,3 +138,18 @@ def test_the_released_widths_with_few_layers() -> None:
     experts = sum(entry.last for name, entry in stored.items() if ".experts." in name)
     assert experts == 8 * 256 * 13_369_344  # e2m1 and a scale byte for every 32 of three matrices of 4096 x 2048
     assert ModelConfig.from_json(with_layers(RELEASED, 1)).compress_ratios == (0,)
+
+
+def test_a_written_checkpoint_is_one_that_workers_read(tmp_path: Path) -> None:
+    """Its experts repeat after eight; nothing else does."""
+    described = with_layers(json.loads((ROOT / "bundled/tiny/config.json").read_text()), 4) | {"n_routed_experts": 10}
+    write_checkpoint(described, tmp_path, "cpu")
+    runner = Runner(str(tmp_path), "cpu", num_pages=3, num_slots=2)
+    streams = runner.forward(Batch.build([Row(list(range(2, 9)), 0, 1, [1])], runner.layout.page_tokens, runner.device))
+    logits = runner.logits(streams)
+    assert bool(logits.isfinite().all()) and len({tuple(row) for row in logits.tolist()}) == 7
+    stored = Checkpoint.open(tmp_path, ModelConfig.load(tmp_path))
+    name = "layers.{}.ffn.experts.{}.w1.weight"
+    codes = {at: stored._read(stored._entries[name.format(*at)]) for at in ((3, 0), (3, 1), (3, 8), (2, 0))}
+    assert torch.equal(codes[3, 8], codes[3, 0])
+    assert not torch.equal(codes[3, 1], codes[3, 0]) and not torch.equal(codes[2, 0], codes[3, 0])

@@ -24,6 +24,7 @@ from wire.messages import Refused, Status, pack_keys
 from wire.metrics import Metrics
 from wire.options import option
 from wire.sockets import Inbox, Outbox, open_context
+from wire.timeline import show_timelines
 
 REFUSED_EXIT = 3
 LOST_EXIT = 4
@@ -62,6 +63,7 @@ class WorkerConfig:
     lanes: int = option(1, help="connections to each peer over ZeroMQ; more pay off with two free cores for each")
     kv_floor: float = option(0.0, help="GB/s that a peer must take in its test to be used; 0: any speed will do")
     threads: int = option(1, help="CPU threads of the model")
+    timeline: bool = option(False, help="log when each request passes each stage, on a clock that all of a host share")
     cluster_key: str = option(
         "", help="file of the cluster's key (scripts/make_keys.py): only members are talked to, encrypted"
     )
@@ -252,6 +254,8 @@ def serve(role: str, config: WorkerConfig, build: Callable[[zmq.Context[Any]], W
     Prints ``serving NAME INBOX`` when it runs; one line on stderr says why it does not.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    if config.timeline:
+        show_timelines()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
