@@ -129,8 +129,6 @@ def test_warming_up_starts_every_kernel_on_the_page_that_is_nobodys(monkeypatch:
 def test_without_kernels_there_is_nothing_to_warm_up() -> None:
     runner = Runner(golden.model_dir("tiny-bf16"), page_tokens=golden.PAGE_TOKENS, num_pages=2, num_slots=2)
     runner.arena.pages[0].fill_(7)
-    runner = Runner(golden.model_dir("tiny-bf16"), page_tokens=golden.PAGE_TOKENS, num_pages=2, num_slots=2)
-    runner.arena.pages[0].fill_(7)
     runner.warm_up([[200, 200]])
     assert (runner.arena.pages[0] == 7).all()
 
