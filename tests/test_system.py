@@ -17,16 +17,18 @@ import aiohttp
 import numpy as np
 import pytest
 
+from decode.sampling import MOST_TOPS
 from tests import golden
 from tests.system import ROOT, TINY, Reply, Server, complete, running
 
 CHUNKS = (1, 7, 64, 256)
 VOCAB = 320
+TOPS = VOCAB if golden.DEVICE == "cpu" else MOST_TOPS  # log probabilities that a decode worker gives at most
 
 
 def greedy(case: str, name: str) -> dict[str, Any]:
     expected = golden.case(case)
-    return {"prompt": expected.prompts[name]["ids"], "max_tokens": expected.n, "temperature": 0, "logprobs": VOCAB}
+    return {"prompt": expected.prompts[name]["ids"], "max_tokens": expected.n, "temperature": 0, "logprobs": TOPS}
 
 
 def check_golden(case: str, name: str, reply: Reply) -> None:
@@ -39,7 +41,8 @@ def check_golden(case: str, name: str, reply: Reply) -> None:
     for key, value in reply.choice()["logprobs"]["top_logprobs"][0].items():
         got[int(key.removeprefix("token_id:"))] = value
     difference = got - golden.case(case).t[f"{name}.last_logits"]  # and a constant: log probabilities are normalised
-    error = (difference.max() - difference.min()) / 2
+    assert np.isfinite(difference).sum() >= TOPS
+    error = (np.nanmax(difference) - np.nanmin(difference)) / 2
     limit = max(tolerance["last_max"], tolerance["last_factor"] * max(expected["noise"]["noise_last"].values()))
     assert error <= limit, f"{case} {name}: logits differ by {error}"
 
@@ -52,7 +55,7 @@ def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("case", golden.CASES)
 def test_golden_prompts_together_at_every_chunk_size(case: str, chunk: int) -> None:
-    cut, wide = f"--chunk-tokens {chunk}", f"--max-logprobs {VOCAB}"
+    cut, wide = f"--chunk-tokens {chunk}", f"--max-logprobs {TOPS}"
     with running(golden.model_dir(case), prefill_args=cut, router_args=wide) as server:
         names = list(golden.case(case).prompts)
         for name, reply in zip(names, server.complete_all([greedy(case, name) for name in names]), strict=True):
@@ -79,7 +82,7 @@ def test_echo_gives_the_golden_logprobs_of_the_prompt(case: str) -> None:
 @pytest.mark.parametrize("folder", ["tiny-bf16/model", "tiny-bf16/model-sharded", "tiny-fp8fp4/model"])
 def test_golden_prompts_alone_and_in_their_batches(folder: str) -> None:
     case = folder.split("/")[0]
-    with running(str(golden.FOLDER / folder), router_args=f"--max-logprobs {VOCAB}") as server:
+    with running(str(golden.FOLDER / folder), router_args=f"--max-logprobs {TOPS}") as server:
         for name in golden.case(case).prompts:
             check_golden(case, name, server.complete(**greedy(case, name)))
         for batch in golden.case(case).js["batches"]:
