@@ -215,7 +215,7 @@ class Steps:
             prompt_tokens=position + 1,
             sampling=SamplingParams(max_tokens=1 << 30, seed=row, temperature=1.0, ignore_eos=True),
             eos_token_id=self._runner.config.eos_token_id,
-            kv=SeqKV(row + 1, pages, position),
+            kv=SeqKV(row + 1, pages),
             router_inbox="",
             deadline_s=math.inf,
             arrived_s=0.0,

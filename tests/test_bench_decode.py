@@ -17,10 +17,11 @@ import torch
 import kernels
 from decode.sampling import Choice
 from kernels import backend
+from kernels.cases.sample import neutral
 from kernels.indexer import select_entries
 from kernels.launch import launches_go_to
 from kernels.rows import planes
-from kernels.sample import Parameters, noise_stream, sample
+from kernels.sample import noise_stream, sample
 from kernels.workspace import Workspace
 from model import indexer
 from model.batch import Batch, Row
@@ -177,7 +178,7 @@ def test_steps_are_the_models_and_the_samplers(runner: Runner) -> None:
     drawn = [sequence.tokens[int(position) + 1 :] for sequence, position in zip(steps._sequences, positions, strict=True)]
     assert steps._table.lengths[1:3].tolist() == (positions + 6).tolist()
     fill_memory(runner)
-    parameters = Parameters.neutral(2, runner.config.vocab_size, 3, "cpu")
+    parameters = neutral(2, runner.config.vocab_size, 3, "cpu")
     parameters.temperature.fill_(1.0)
     parameters.stream.copy_(noise_stream(torch.arange(2), torch.zeros(2, dtype=torch.int64)))
     passes = []
