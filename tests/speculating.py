@@ -12,6 +12,7 @@ from torch import Tensor
 from decode.engine import Engine
 from decode.graphs import Graphs
 from decode.sequence import Sequence
+from decode.step import Shape
 from kernels.rows import read_rows
 from kernels.sequences import MOST_DRAFTS, SequenceTable
 from kvtransfer.pages import SeqKV
@@ -62,9 +63,9 @@ class Said:
         return [sequence.tokens[sequence.prompt_tokens :] for sequence in self.sequences]
 
     def advance(self, engine: Engine, tokens: int) -> None:
-        """One step of everything that is not over."""
+        """One step of everything that is not over, which leaves its rows of the MTP layer."""
         running = [row for row, end in enumerate(self.ends) if not end]
-        engine.launch([self.sequences[row] for row in running], tokens)
+        engine.launch([self.sequences[row] for row in running], Shape(tokens, stores=True))
         _, choices = engine.collect()
         for row, choice in zip(running, choices, strict=True):
             assert choice.tokens and not choice.error
