@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -53,6 +53,7 @@ from wire.options import option, parse
 PAGE_TOKENS = 256
 TEMPERATURES = (0.3, 0.7, 1.0)
 ACCEPTED_PROMPTS, ACCEPTED_TOKENS = 16, 240  # of held-out text
+CHOSEN, CHOSEN_WRONG = "chosen", "chosen, none right"
 ACCEPTANCES = (0.8, 0.6, 0.4)  # of the draft at each position, when those before it are
 
 
@@ -215,26 +216,31 @@ def bundled(config: BenchConfig) -> list[Figures]:
             row: Figures = {"batch": batch, "drafts": name, "tokens_a_step": length, "step_ms": 1000 * step_s}
             row |= {"step_ratio": step_s / plain_s, "tokens_per_s": batch * length / step_s}
             found.append(row | {"speed_up": length * plain_s / step_s} | by_position(taken[name].all_counts, shape.tokens - 1))
-        found += [chosen(side, wrong) for wrong in (False, True) if config.chosen_rounds]
+        found += chosen(side) if config.chosen_rounds else []
         for row in found:
             print(row, file=sys.stderr, flush=True)
         rows += found
     return rows
 
 
-def chosen(side: Bundled, wrong: bool) -> Figures:
+def chosen(side: Bundled) -> list[Figures]:
     """A worker's own choice, from its first step on, by all the seconds of its steps and of those of a worker without
-    speculation, in turn. wrong: with drafts that are not right."""
-    most, speculation = max(side.engines), Speculation(max(side.engines), [side.batch])
-    off, own = Taken(), Taken()
-    with no_sight(side.runner) if wrong else nullcontext():
-        for number in range(side.config.chosen_rounds):
-            off.add(side.round(number, 0, lambda: PLAIN))
-            own.add(side.round(number, most, lambda: speculation.shape(side.batch), speculation.landed))
-    step_s, per_s = statistics.fmean(own.seconds), side.batch * own.length / statistics.fmean(own.seconds)
-    row: Figures = {"batch": side.batch, "drafts": "chosen, all wrong" if wrong else "chosen", "tokens_a_step": own.length}
-    row |= {"step_ms": 1000 * step_s, "step_ratio": step_s / statistics.fmean(off.seconds), "tokens_per_s": per_s}
-    return row | {"speed_up": own.length * statistics.fmean(off.seconds) / step_s}
+    speculation, in turn; and with drafts that are not right."""
+    most, off = max(side.engines), Taken()
+    workers = [(name, Speculation(most, [side.batch]), Taken()) for name in (CHOSEN, CHOSEN_WRONG)]
+    for number in range(side.config.chosen_rounds):
+        off.add(side.round(number, 0, lambda: PLAIN))
+        for name, speculation, taken in workers:
+            with no_sight(side.runner) if name == CHOSEN_WRONG else nullcontext():
+                shape = partial(speculation.shape, side.batch)
+                taken.add(side.round(number, most, shape, speculation.landed))
+    rows: list[Figures] = []
+    for name, _, taken in workers:
+        step_s, off_s = statistics.fmean(taken.seconds), statistics.fmean(off.seconds)
+        row: Figures = {"batch": side.batch, "drafts": name, "tokens_a_step": taken.length, "step_ms": 1000 * step_s}
+        row |= {"step_ratio": step_s / off_s, "tokens_per_s": side.batch * taken.length / step_s}
+        rows.append(row | {"speed_up": taken.length * off_s / step_s})
+    return rows
 
 
 @contextmanager
