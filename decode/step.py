@@ -45,9 +45,9 @@ class Step:
     arena and its own tensors: `report` (kernels.sequences.Finished) and `tops`, of every row ids and log probabilities.
 
     One that stores ends with `tokens` - 1 drafts in the table. With one token that is none, but those that are made later look
-    back on its row. Where a step has stored nothing, the ring still has what lay there before: the row of a position a ring
-    earlier, one of the slot's last owner, or zeros. A draft that looks back on it is a worse guess, and no more than a guess:
-    it is verified like any other, and the next step that stores writes its own rows anew.
+    back on its row. For a position whose step stored nothing the ring still has what lay there before: the row of a position a
+    ring earlier, one of the slot's last owner, or the zeros that an arena begins with. A draft that looks back on it is a worse
+    guess and is verified like any other; the row is gone when the ring comes round.
     """
 
     def __init__(self, runner: Runner, table: SequenceTable, rows: int, tokens: int) -> None:

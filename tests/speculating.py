@@ -62,10 +62,10 @@ class Said:
     def texts(self) -> list[list[int]]:
         return [sequence.tokens[sequence.prompt_tokens :] for sequence in self.sequences]
 
-    def advance(self, engine: Engine, tokens: int) -> None:
-        """One step of everything that is not over, which leaves its rows of the MTP layer."""
+    def advance(self, engine: Engine, tokens: int, stores: bool = True) -> None:
+        """One step of everything that is not over."""
         running = [row for row, end in enumerate(self.ends) if not end]
-        engine.launch([self.sequences[row] for row in running], Shape(tokens, stores=True))
+        engine.launch([self.sequences[row] for row in running], Shape(tokens, stores))
         _, choices = engine.collect()
         for row, choice in zip(running, choices, strict=True):
             assert choice.tokens and not choice.error
