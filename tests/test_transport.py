@@ -57,7 +57,7 @@ from kvtransfer.transports.frame import (
     unpack_welcome,
 )  # fmt: skip
 from kvtransfer.transports.memory import CpuMemory
-from kvtransfer.transports.outbound import CHUNK_BYTES, RETEST_S
+from kvtransfer.transports.outbound import CHUNK_BYTES, RETEST_S, _send_frames
 from kvtransfer.transports.packer import DIRECT_BYTES
 from scripts.bench_kvtransfer import BenchConfig, Source, run
 from tests.transfer_rig import (
@@ -182,11 +182,16 @@ def test_the_digest_is_of_what_landed_in_the_arena(opener: Opener, monkeypatch: 
     memory = receiver.inner._inbound._memory
 
     def faulty(places: Any, parts: Any, mark: Any, look: Any) -> None:
-        def seen(place: Any, piece: Any) -> None:
-            target.pages[5, 17] ^= 1
-            look(place, piece)
+        def spoilt(place: Any) -> Any:
+            show = look(place)
 
-        scatter(places, parts, mark, seen)
+            def seen(piece: Any) -> None:
+                target.pages[5, 17] ^= 1
+                show(piece)
+
+            return seen
+
+        scatter(places, parts, mark, spoilt)
 
     def faulty_sums(places: Any) -> Any:
         target.pages[5, 17] ^= 1
@@ -560,6 +565,19 @@ def test_a_connection_that_ends_inside_a_frame_leaves_nothing(opener: Opener) ->
     sender.write(receiver.address(), KEY, [page_span(1, 5)])
     collect(receiver, len)
     assert torch.equal(target.pages[5], source.pages[1])
+
+
+def test_every_frame_of_a_chunk_is_ours_until_libzmq_is_done_with_it() -> None:
+    """Also when the last one is so small that it was copied."""
+    context: zmq.Context[Any] = zmq.Context()
+    lane: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    lane.connect("tcp://127.0.0.1:1")  # where nobody listens: what is sent stays here
+    large, small = np.zeros(200_000, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
+    trackers = _send_frames(lane, b"header", [large, large, small])
+    assert [tracker.done for tracker in trackers] == [False, False, True]
+    lane.close(linger=0)
+    assert wait(lambda: all(tracker.done for tracker in trackers))
+    context.destroy(linger=0)
 
 
 def test_a_fault_inside_the_engine_costs_one_hand_off_only(

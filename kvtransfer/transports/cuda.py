@@ -153,7 +153,7 @@ class CudaMemory(DeviceMemory):
             for target, source in zip(_views(self._rows, places), torch.split(packed, sizes), strict=True):
                 target.copy_(source)
         for place, part in zip(places, np.split(pinned, np.cumsum(sizes[:-1])), strict=True):
-            look(place, part)
+            look(place)(part)
 
     def handles(self) -> bytes:
         if self._ipc is None:

@@ -213,7 +213,7 @@ class Inbound:
         else:
             parts = [np.frombuffer(part, dtype=np.uint8) for part in split_payload(chunk.spans, frames)]
         digests = SpanDigests(chunk.key)
-        self._memory.scatter(wanted, parts, window.mark, lambda place, piece: digests.add(place, piece.data))
+        self._memory.scatter(wanted, parts, window.mark, digests.begin)
         return digests.combined()
 
     def _source(self, chunk: Chunk) -> CpuMemory | DevicePeer:

@@ -14,14 +14,14 @@ from kvtransfer.transports import Place
 
 Bytes = NDArray[np.uint8]
 Rows = dict[str, tuple[int, int]]  # kind -> (rows, bytes of one)
-Look = Callable[[Place, Bytes], None]
+Look = Callable[[Place], Callable[[Bytes], None]]
 
 
 PIECE_BYTES = 256 << 10  # read and written, twice of it stays in a core's cache
 
 
-def no_look(place: Place, piece: Bytes) -> None:
-    return None
+def no_look(place: Place) -> Callable[[Bytes], None]:
+    return lambda piece: None
 
 
 class Memory(Protocol):
@@ -52,8 +52,8 @@ class Memory(Protocol):
         ...
 
     def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
-        """Puts `parts` to `places`; done when it returns. `look` is shown the bytes that a digest is to be made of: each
-        place's in order, piece by piece, while they are in the cache.
+        """Puts `parts` to `places`; done when it returns. What `look` gives for a place is shown the bytes that its digest is
+        to be made of: in order, piece by piece, while they are in the cache.
 
         In CPU memory these are the arena's own bytes, so that the digest covers what really landed. From a device they
         would have to come back over PCIe: there they are the received bytes, and the copy is trusted.
@@ -119,11 +119,11 @@ class CpuMemory:
 
     def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
         for place, part in zip(places, parts, strict=True):
-            target = self.direct(place, mark)
+            target, show = self.direct(place, mark), look(place)
             for begin in range(0, place[3], PIECE_BYTES):
                 piece = target[begin : begin + PIECE_BYTES]
                 piece[:] = part[begin : begin + PIECE_BYTES]
-                look(place, piece)
+                show(piece)
 
 
 def shared_rows(memory: SharedMemory, rows: Rows) -> dict[str, Bytes]:
