@@ -7,7 +7,6 @@ words it has, 1..SPAN_WORDS: one program each.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 

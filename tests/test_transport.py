@@ -168,7 +168,7 @@ def test_digests_agree_and_are_of_the_bytes(opener: Opener) -> None:
     parts = [bytes(source.pages[1].tolist()), bytes(source.slots[2, 64:164].tolist())]
     places = [("page", 5, 0, PAGE), ("slot", 3, 64, 100)]
     if isinstance(sender.inner._outbound._memory, CudaMemory):
-        digest = chunk_digest(KEY, places, sums_by_hand(b"".join(parts)))
+        digest = chunk_digest(KEY, places, b"".join(map(sums_by_hand, parts)))
     else:
         digest = combine(span_digest(KEY, *place[:3], part) for place, part in zip(places, parts, strict=True))
     assert wrote == [Wrote(KEY, 2, PAGE + 100, digest)]
@@ -193,9 +193,9 @@ def test_the_digest_is_of_what_landed_in_the_arena(opener: Opener, monkeypatch: 
 
         scatter(places, parts, mark, spoilt)
 
-    def faulty_sums(places: Any) -> Any:
+    def faulty_sums(tables: Any) -> Any:
         target.pages[5, 17] ^= 1
-        return sums(places)
+        return sums(tables)
 
     if isinstance(memory, CudaMemory):
         sums = memory._sums

@@ -67,6 +67,16 @@ class DevicePeer:
     """A sender's device memory, opened by ours to be read from. It is let go with this object."""
 
 
+class Begun(Protocol):
+    """Work of a device that was started."""
+
+    def over(self) -> bool: ...
+
+    def result(self) -> bytes:
+        """Waits for it. Raises what the device raises."""
+        ...
+
+
 class DeviceMemory(ABC):
     """What a device's memory can do beside that (see `Memory`) for ends on one host: bytes that no host touches."""
 
@@ -79,16 +89,17 @@ class DeviceMemory(ABC):
         """Raises OSError when it cannot be opened, ValueError when it is not what it is said to be."""
 
     @abstractmethod
-    def fetch(self, peer: DevicePeer, sources: Sequence[Place], places: Sequence[Place], mark: int) -> bytes:
-        """Copies a peer's `sources` to our `places`; done when it returns. Gives the `sums` of what is there then."""
+    def fetch(self, peer: DevicePeer, sources: Sequence[Place], places: Sequence[Place], mark: int) -> Begun:
+        """Starts to copy a peer's `sources` to our `places`. Comes to the `sums` of what is there then. Raises ValueError
+        for places that are not made of whole words."""
 
     @abstractmethod
     def read(self, peer: DevicePeer, sources: Sequence[Place]) -> None:
         """Reads a peer's `sources` to nowhere: only the speed counts."""
 
     @abstractmethod
-    def sums(self, places: Sequence[Place], mark: int) -> bytes:
-        """What a digest of the bytes of `places`, made on the device, consists of: a few of them stand for all."""
+    def sums(self, places: Sequence[Place], mark: int) -> Begun:
+        """Comes to what a digest of the bytes of `places`, made on the device, consists of: a few of them stand for all."""
 
 
 class CpuMemory:

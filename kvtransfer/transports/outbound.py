@@ -185,8 +185,8 @@ class Outbound:
         """Sends page 0, which is nobody's, a few times over all connections; the last answer ends the test."""
         row_bytes = self._hello.rows["page"][1]
         span = Span("page", 0, 0, 0, row_bytes)
-        spans = (span,) * max(1, min(CHUNK_BYTES // row_bytes, 16))
         name = self._name(peer)
+        spans = (span,) * max(1, min(FETCH_BYTES.get(peer.path, CHUNK_BYTES) // row_bytes, 256 if name else 16))
         peer.link, peer.probe_begin_s, peer.tested_s, peer.moved_s = None, time.perf_counter(), now_s, now_s
         rounds = max(1, min(PROBE_BYTES // (row_bytes * len(spans)), CREDIT))
         data = self._memory.buffer(row_bytes)
@@ -272,11 +272,11 @@ class Outbound:
                     return
                 try:
                     digest = self._send_piece(peer, lane, piece)
+                    piece.digest = digest()
                 except Exception as error:  # whatever it is (a device fault, no memory), it costs this hand-off only
                     self._jobs.lose(piece.job.key, f"cannot be sent: {type(error).__name__}: {error}")
-                    self._jobs.release(piece)
-                else:
-                    piece.digest = digest()
+                    if piece.number not in lane.under_way:  # else its answer comes
+                        self._jobs.release(piece)
 
     def _send_piece(self, peer: Peer, lane: Lane, piece: Piece) -> Digest:
         name = self._name(peer)
