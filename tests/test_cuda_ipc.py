@@ -471,7 +471,9 @@ def test_a_copy_that_fails_is_refused_and_so_is_what_comes_again(caplog: pytest.
     assert rig.chunk(1) == REFUSED
 
 
-def test_a_fault_after_a_chunk_has_left_costs_its_hand_off_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_after_a_chunk_has_left_costs_its_hand_off_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The sums are waited for when the header is on its way: its answer still comes."""
     with pair() as (sender, receiver, source, target):
         memory = sender.inner._outbound._memory
@@ -489,6 +491,7 @@ def test_a_fault_after_a_chunk_has_left_costs_its_hand_off_only(monkeypatch: pyt
         sender.write(receiver.address(), (8, 0), [Span("page", 2, 6, 0, PAGE)])
         assert isinstance(collect(sender, len)[0], Wrote)
         assert torch.equal(target.pages[6], source.pages[2])
+    assert "goes on after a fault" not in caplog.text
 
 
 # --- what has no stand-in
