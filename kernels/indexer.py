@@ -283,7 +283,7 @@ def _quota(tiles, programs):
 
 @jit
 def _weighted_sum(dots, weight, TOKENS: tl.constexpr):
-    """dots float32 [K, N * H], weight [N * H] -> sum over the heads of weight * relu(dot), [K, N]; H a power of two from 16 to 256.
+    """dots float32 [K, N * H], weight [N * H] -> sum over the heads of weight * relu(dot), [K, N]; H 16, 32, ... 256.
 
     Two numbers at a time, and products that no addition is joined to but the one that is meant: else the bits would follow
     from which threads hold what, and that from N. First come neighbours and heads 16 and more apart, which a thread holds
