@@ -231,7 +231,7 @@ def score_entries(
         TILE=chosen.tile,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
-        WIDEN=backend.INTERPRETED and row.kind == "bf16",  # the interpreter cannot multiply bf16
+        WIDEN=_widens(row.kind, queries.dtype),
         **shared,
     )
     return scores
@@ -243,6 +243,13 @@ def _grouping(batch: Ragged, kind: str, count: int) -> tuple[int, bool]:
     return members, len(batch.positions) == len(
         batch.starts
     ) * batch.longest and count % members == 0 == batch.longest % members
+
+
+def _widens(kind: str, asked: torch.dtype) -> bool:
+    """Whether both sides become float32 first: keys that are not stored in the queries' dtype, and bf16 in the interpreter,
+    which cannot multiply it."""
+    kept = PLAIN_DTYPES.get(kind)
+    return kept is not None and (kept != asked or (backend.INTERPRETED and kept is torch.bfloat16))
 
 
 def _planes(pages: Tensor, row: IndexRow) -> tuple[Tensor, Tensor]:

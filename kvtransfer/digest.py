@@ -8,7 +8,8 @@ the sum. This guards against faults, not against an adversary.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import xxhash
 
@@ -30,15 +31,16 @@ class SpanDigests:
 
     def __init__(self, key: tuple[int, int]) -> None:
         self._key = key
-        self._spans: dict[tuple[str, int, int, int], xxhash.xxh3_64] = {}
+        self._spans: list[xxhash.xxh3_64] = []
 
-    def add(self, place: tuple[str, int, int, int], piece: memoryview) -> None:
-        if place not in self._spans:
-            self._spans[place] = xxhash.xxh3_64(seed=_seed(self._key, *place[:3]))
-        self._spans[place].update(piece)
+    def begin(self, place: tuple[str, int, int, int]) -> Callable[[Any], None]:
+        """What the pieces of one span, any buffers, are to be shown to."""
+        span = xxhash.xxh3_64(seed=_seed(self._key, *place[:3]))
+        self._spans.append(span)
+        return span.update
 
     def combined(self) -> int:
-        return combine(span.intdigest() for span in self._spans.values())
+        return combine(span.intdigest() for span in self._spans)
 
 
 def chunk_digest(key: tuple[int, int], places: Iterable[tuple[str, int, int, int]], sums: bytes) -> int:

@@ -136,7 +136,7 @@ class Bench:
         pages = self._pages(most)
         checkpoint = RandomCheckpoint(self.model, self.config.device)
         self.runner = Runner(checkpoint, self.config.device, page_tokens=PAGE_TOKENS, num_pages=pages, num_slots=most + 1)
-        backend.make_invariant()
+        self.runner.make_invariant(most)  # as a worker
         fill_memory(self.runner)
         self.workspace = Workspace(WORKSPACE_BYTES, self.config.device) if backend.active().triton else None
         if self.config.device == "cuda":

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import zmq
 
+from kernels import backend
 from kvtransfer.arena import Arena
 from kvtransfer.layout import KVLayout
 from kvtransfer.sender import Sender, SendLost, Sent
@@ -246,6 +247,7 @@ def offer(key: Key, length: int, inbox: str) -> Offer:
 
 def _filled(layout: KVLayout, num_pages: int, device: str) -> Arena:
     arena = Arena(layout, num_pages + 1, NUM_SLOTS, device)
+    backend.choose(arena.pages.device)
     arena.pages.random_(0, 256)
     arena.slots.random_(0, 256)
     return arena

@@ -18,6 +18,7 @@ from decode.engine import Engine
 from decode.graphs import GREEDY, CudaRecorder, Graphs
 from decode.sampling import Wishes
 from decode.sequence import Sequence
+from decode.step import PLAIN, Shape
 from kernels import experts, workspace
 from kernels.indexer import Entries, select_entries
 from kernels.ragged import Ragged
@@ -134,10 +135,10 @@ class Steps:
         """Of one forward pass on the device: no vocabulary, no sampling."""
         return self._device_ms(self._launch_forward, replays)
 
-    def step_ms(self, replays: int, greedy: bool = False, tokens: int = 1) -> float:
+    def step_ms(self, replays: int, greedy: bool = False, shape: Shape = PLAIN) -> float:
         """Of one whole step on the device, as the engine captured it."""
-        asks = GREEDY if greedy else Wishes(self._sequences).asks()
-        return self._device_ms(lambda: self._graphs.run(len(self._sequences), tokens, asks), replays)
+        asks = replace(GREEDY if greedy else Wishes(self._sequences).asks(), stores=shape.stores)
+        return self._device_ms(lambda: self._graphs.run(len(self._sequences), shape.tokens, asks), replays)
 
     def run(self, steps: int) -> float:
         """Seconds that so many more steps of the engine take with the host in the loop, from the launch of the first until the

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import zmq
 
+from kernels import backend
 from kvtransfer.arena import Arena
 from kvtransfer.layout import KVLayout
 from kvtransfer.pages import PagePool, SeqKV
@@ -98,6 +99,7 @@ class Target:
         lines = connection.makefile("r")
         order = json.loads(lines.readline())
         arena = Arena(self._layout, order["pages"] + 1, NUM_SLOTS, order["device"])
+        backend.choose(arena.pages.device)
         arena.pages.zero_()
         self._host_pages = host_pages(arena)
         self._pool = PagePool(order["pages"] + 1, NUM_SLOTS)

@@ -15,9 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
@@ -26,12 +27,29 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels import backend
+from kernels.spans import sum_spans
 from kvtransfer.arena import Arena
 from kvtransfer.layout import Field, KVLayout
-from kvtransfer.transports import BulkOptions, Event, Landed, Lost, Span, Wrote, open_transport
-from kvtransfer.transports.cuda import SideStream, sum_weights, weighted_sums
+from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Span, Wrote, open_transport
+from kvtransfer.transports.counters import Counters
+from kvtransfer.transports.cuda import SideStream, span_table, sum_weights
 from kvtransfer.transports.cuda_ipc import HANDLE_BYTES, CudaIpc, Extent, Opened, pack_extents, unpack_extents
-from kvtransfer.transports.frame import BadFrame, Hello, pack_hello, unpack_hello, unpack_welcome
+from kvtransfer.transports.frame import (
+    LANDED,
+    LATE,
+    REFUSED,
+    BadFrame,
+    Chunk,
+    Hello,
+    pack_chunk,
+    pack_hello,
+    unpack_ack,
+    unpack_hello,
+    unpack_welcome,
+)  # fmt: skip
+from kvtransfer.transports.inbound import Inbound, _Mapped
+from kvtransfer.transports.memory import DeviceMemory, DevicePeer
 from tests.transfer_rig import (
     DRIVER,
     LAYOUT,
@@ -97,17 +115,42 @@ def test_a_hello_with_too_many_bytes_of_handles_is_none() -> None:
 # --- the digest that a device makes
 
 
-@given(st.binary(min_size=1, max_size=300), st.integers(0, 3))
-def test_the_sums_are_those_of_the_words(data: bytes, rows: int) -> None:
-    data = data.ljust(rows * 65_536 + len(data), b"\xfe")
-    packed = torch.frombuffer(bytearray(data.ljust(-(-len(data) // 65_536) * 65_536, b"\0")), dtype=torch.uint8)
-    assert weighted_sums(packed, sum_weights()).numpy().tobytes() == sums_by_hand(data)
+def sums_of(data: torch.Tensor) -> bytes:
+    """Of the bytes of one place."""
+    place = ("page", 0, 0, data.numel())
+    begins, _, counts = torch.from_numpy(span_table([place], [place], data.numel()))
+    return sum_spans(data.view(torch.int32), begins, counts, sum_weights()).numpy().tobytes()
+
+
+@given(st.binary(min_size=4, max_size=300), st.integers(0, 3))
+def test_the_sums_are_those_of_the_words(data: bytes, spans: int) -> None:
+    data = data[: len(data) // 4 * 4].ljust(spans * 65_536 + len(data) // 4 * 4, b"\xfe")
+    assert sums_of(torch.frombuffer(bytearray(data), dtype=torch.uint8)) == sums_by_hand(data)
+
+
+def test_a_place_is_cut_into_spans() -> None:
+    """Of 16,384 words of four bytes, the last one shorter; in both memories, in the order of the places."""
+    sources = [("page", 2, 8, 3 * 65_536 + 12), ("page", 0, 0, 65_536), ("page", 1, 4, 4)]
+    places = [("page", 1, 8, 3 * 65_536 + 12), ("page", 3, 0, 65_536), ("page", 0, 4, 4)]
+    full, row = 16_384, 100_000
+    assert span_table(sources, places, 4 * row).tolist() == [
+        [2 * row + 2, 2 * row + 2 + full, 2 * row + 2 + 2 * full, 2 * row + 2 + 3 * full, 0, row + 1],
+        [row + 2, row + 2 + full, row + 2 + 2 * full, row + 2 + 3 * full, 3 * row, 1],
+        [full, full, full, 3, full, 1],
+    ]
+
+
+@pytest.mark.parametrize(("offset", "nbytes", "row_bytes"), [(2, 4, 8), (4, 3, 8), (4, 4, 10)])
+def test_half_a_word_is_not_read(offset: int, nbytes: int, row_bytes: int) -> None:
+    place = ("slot", 1, offset, nbytes)
+    with pytest.raises(ValueError, match="whole words"):
+        span_table([place], [place], row_bytes)
 
 
 @pytest.mark.parametrize("change", ["a bit", "the highest bit", "two words", "two rows"])
 def test_what_changed_changes_the_sums(change: str) -> None:
     packed = torch.randint(0, 256, (4 * 65_536,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    before, weights = packed.clone(), sum_weights()
+    before = packed.clone()
     words = packed.view(torch.int32)
     match change:
         case "a bit":
@@ -120,7 +163,7 @@ def test_what_changed_changes_the_sums(change: str) -> None:
         case "two rows":
             words.view(4, -1)[[1, 2]] = words.view(4, -1)[[2, 1]]
     assert not torch.equal(before, packed)
-    assert not torch.equal(weighted_sums(before, weights), weighted_sums(packed, weights))
+    assert sums_of(before) != sums_of(packed)
 
 
 # --- when the path is taken
@@ -299,12 +342,174 @@ def test_what_is_still_being_computed_holds_up_nobody_else(path: str) -> None:
         other.close()
 
 
+# --- while the device copies
+
+
+@dataclass
+class Copying:
+    """A copy of a device, that a test ends."""
+
+    done: bool = False
+    fault: bool = False
+
+    def over(self) -> bool:
+        return self.done
+
+    def result(self) -> bytes:
+        self.done = True
+        if self.fault:
+            raise RuntimeError("device fault")
+        return b"sums"
+
+
+class Copier(DeviceMemory):
+    """A device's memory with copies that take their time."""
+
+    def __init__(self) -> None:
+        self.copies: list[Copying] = []
+
+    def handles(self) -> bytes:
+        return b""
+
+    def open_peer(self, handles: bytes, rows: Any) -> DevicePeer:
+        return DevicePeer()
+
+    def fetch(self, peer: Any, sources: Any, places: Any, mark: int) -> Copying:
+        self.copies.append(Copying())
+        return self.copies[-1]
+
+    def read(self, peer: Any, sources: Any) -> None:
+        return None
+
+    def sums(self, places: Any, mark: int) -> Copying:
+        return Copying()
+
+
+class Fetching:
+    """An inbound half over a `Copier`, and what it says to whom. Chunk `number` is of page `number`."""
+
+    def __init__(self) -> None:
+        self.memory = cast(Any, Copier())
+        self.events: list[Event] = []
+        self.answers: list[tuple[bytes, int, int]] = []
+        rows = {"page": (32, PAGE), "slot": (16, 64)}
+        self.inbound = Inbound(self.memory, rows, "cuda_ipc", Counters(), self.events.append)
+        hello = Hello(1, 3, 100, b"n" * 16, rows, "cuda_ipc")
+        self.inbound._mapped[hello.memory_name] = _Mapped(hello, DevicePeer(), "")
+        self.inbound.expect(KEY, 3, range(1, 9), 0, b"")
+
+    def chunk(self, number: int, identity: bytes = b"one") -> int | None:
+        """The answer, if it comes at once."""
+        chunk = Chunk(KEY, number, (Span("page", 20, number, 0, PAGE),), b"n" * 16)
+        answer = self.inbound._answer([memoryview(pack_chunk(chunk))], identity)
+        return unpack_ack(answer).status if answer else None
+
+    def settle(self, idle: bool = False) -> None:
+        self.inbound.settle(self, idle)  # type: ignore[arg-type]
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        ack = unpack_ack(frames[1])
+        self.answers.append((frames[0], ack.number, ack.status))
+
+
+def test_chunks_are_copied_one_behind_the_other_and_answered_as_they_end() -> None:
+    rig = Fetching()
+    assert [rig.chunk(number) for number in (1, 2, 3)] == [None] * 3 and len(rig.memory.copies) == 3
+    rig.settle()
+    assert not rig.answers and not rig.events and rig.inbound.wait_ms() == 0
+    rig.memory.copies[0].done = True
+    rig.settle()
+    assert rig.answers == [(b"one", 1, LANDED)]
+    rig.settle(idle=True)  # nothing else to do: it waits for one, and no more
+    assert rig.answers[1:] == [(b"one", 2, LANDED)] and not rig.memory.copies[2].done
+    rig.inbound.close()
+    assert rig.memory.copies[2].done
+    places = [event.places for event in of_type(rig.events, Landed)]
+    assert places == [(("page", number, 0, PAGE),) for number in (1, 2, 3)]
+
+
+def test_a_revoked_window_is_drained_when_nothing_is_copied_into_it_any_more() -> None:
+    rig = Fetching()
+    rig.chunk(1)
+    rig.chunk(2)
+    rig.inbound.revoke(KEY)
+    rig.inbound.revoke((9, 9))
+    assert rig.events == [Drained((9, 9))]
+    rig.settle(idle=True)
+    assert [type(event) for event in rig.events[1:]] == [Landed]
+    rig.settle(idle=True)
+    assert [type(event) for event in rig.events[1:]] == [Landed, Landed, Drained]
+    assert rig.chunk(3) == LATE
+
+
+def test_a_chunk_that_comes_again_while_it_is_copied_is_answered_when_it_is_there() -> None:
+    """To the new connection too; and no byte of it is copied twice."""
+    rig = Fetching()
+    rig.chunk(1, b"one")
+    assert rig.chunk(1, b"two") is None and len(rig.memory.copies) == 1
+    rig.inbound.revoke(KEY)
+    assert rig.chunk(1, b"six") is None, "its sender's memory is still read"
+    rig.settle(idle=True)
+    assert rig.answers == [(identity, 1, LANDED) for identity in (b"one", b"two", b"six")]
+    assert rig.inbound._counters.read()["repeated_frames"] == 2
+
+
+def test_memory_that_is_copied_to_is_nobody_elses() -> None:
+    rig = Fetching()
+    rig.chunk(1)
+    other = Chunk(KEY, 7, (Span("page", 20, 1, 0, 4),), b"n" * 16)
+    answer = rig.inbound._answer([memoryview(pack_chunk(other))], b"one")
+    assert unpack_ack(answer).status == REFUSED and len(rig.memory.copies) == 1
+
+
+def test_a_copy_that_fails_is_refused_and_so_is_what_comes_again(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Fetching()
+    rig.chunk(1)
+    rig.memory.copies[0].fault = True
+    with caplog.at_level(logging.ERROR):
+        rig.settle(idle=True)
+    assert rig.answers == [(b"one", 1, REFUSED)] and not rig.events and "device fault" in caplog.text
+    assert rig.chunk(1) == REFUSED
+
+
+def test_a_fault_after_a_chunk_has_left_costs_its_hand_off_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sums are waited for when the header is on its way: its answer still comes."""
+    with pair() as (sender, receiver, source, target):
+        memory = sender.inner._outbound._memory
+        begin = memory._stream.begin
+
+        def faulty(mark: int, issue: Any) -> Any:
+            begin(mark, issue)
+            return Copying(fault=True)
+
+        monkeypatch.setattr(memory._stream, "begin", faulty)
+        lost = hand_off(sender, receiver)
+        assert isinstance(lost, Lost) and "device fault" in lost.reason
+        monkeypatch.undo()
+        receiver.expect((8, 0), 3, [6])
+        sender.write(receiver.address(), (8, 0), [Span("page", 2, 6, 0, PAGE)])
+        assert isinstance(collect(sender, len)[0], Wrote)
+        assert torch.equal(target.pages[6], source.pages[2])
+    assert "goes on after a fault" not in caplog.text
+
+
 # --- what has no stand-in
 
 
 class RecordedStream:
+    """A side stream, and the only event that is made."""
+
     def __init__(self) -> None:
         self.calls: list[Any] = []
+
+    def record(self, stream: Any) -> None:
+        assert stream is self
+        self.calls.append("record")
+
+    def query(self) -> bool:
+        return "reached" in self.calls
 
     def wait_event(self, event: Any) -> None:
         self.calls.append(event)
@@ -323,6 +528,31 @@ def test_a_copy_that_could_not_be_issued_waits_for_those_that_were(monkeypatch: 
     with stream.after(0):
         recorded.calls.append("copy")
     assert recorded.calls == ["event", "synchronize", "copy", "synchronize"]
+
+
+def test_what_is_begun_is_over_when_its_event_is_and_waits_if_it_could_not_be_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    stream, recorded = SideStream.__new__(SideStream), RecordedStream()
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: recorded)
+    stream._stream, stream._events, stream._newest = recorded, {1: "event"}, 1  # type: ignore[assignment, dict-item]
+    on_host = torch.tensor([1, -1])
+
+    def issue() -> torch.Tensor:
+        recorded.calls.append("copy")
+        return on_host
+
+    def faulty() -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    begun = stream.begin(1, issue)
+    assert recorded.calls == ["event", "copy", "record"] and not begun.over(), "nobody waits"
+    on_host[1] = 2  # as the device does
+    assert begun.result() == (1).to_bytes(8, "little") + (2).to_bytes(8, "little") and recorded.calls[3:] == ["synchronize"]
+    recorded.calls.append("reached")
+    assert begun.over()
+    with pytest.raises(RuntimeError, match="no memory"):
+        stream.begin(0, faulty)
+    assert recorded.calls[5:] == ["synchronize"]
 
 
 class FakeDriver:
@@ -399,9 +629,11 @@ def test_what_is_opened_is_held_against_what_was_said(driver: FakeDriver) -> Non
 SOURCE = """
 import sys, torch
 import tests.transfer_rig as rig
+from kernels import backend
 from kvtransfer.transports import BulkOptions, Span, open_transport
 rig.DEVICE = sys.argv[1]
 arena = rig.small_arena(64, 8, seed=1)
+backend.choose(arena.pages.device)
 transport = open_transport(arena, "127.0.0.1", "", BulkOptions(sys.argv[2]))
 for line in sys.stdin:
     address, rid = line.split()
@@ -428,6 +660,7 @@ def test_between_two_processes_with_gpus(monkeypatch: pytest.MonkeyPatch, out: s
         pytest.skip(f"needs {needed} GPUs in one host, here are {torch.cuda.device_count()}")
     monkeypatch.setattr("tests.transfer_rig.DEVICE", into)
     target = small_arena(64, 8, seed=2)
+    backend.choose(target.pages.device)
     receiver = open_transport(target, "127.0.0.1", "", BulkOptions())
     expected = small_arena(64, 8, seed=1)
     command = [sys.executable, "-c", SOURCE, out, path]

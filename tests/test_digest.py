@@ -40,10 +40,11 @@ def test_everything_that_matters_changes_it(change: dict[str, Any]) -> None:
 def test_it_may_be_made_piece_by_piece(data: bytes, cuts: list[int], other: bytes) -> None:
     key, edges = (5, 1), sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     digests = SpanDigests(key)
-    digests.add(("slot", 1, 8, len(other)), memoryview(other))
+    digests.begin(("slot", 1, 8, len(other)))(other)
+    show = digests.begin(("page", 3, 64, len(data)))
     for begin, end in itertools.pairwise(edges):
-        digests.add(("page", 3, 64, len(data)), memoryview(data)[begin:end])
-    expected = [span_digest(key, "slot", 1, 8, other), *([span_digest(key, "page", 3, 64, data)] if data else [])]
+        show(np.frombuffer(data, dtype=np.uint8)[begin:end])
+    expected = [span_digest(key, "slot", 1, 8, other), span_digest(key, "page", 3, 64, data)]
     assert digests.combined() == combine(expected)
 
 

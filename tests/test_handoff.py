@@ -451,7 +451,7 @@ class HandTransport:
         self.events.append(Wrote(key, len(spans), sum(span.nbytes for span in spans), combine(digests)))
 
     def deliver(self, frames: list[bytes]) -> None:
-        self.inbound._answer([memoryview(frame) for frame in frames])
+        self.inbound._answer([memoryview(frame) for frame in frames], b"peer")
 
     def poll(self) -> list[Event]:
         events, self.events = self.events, []

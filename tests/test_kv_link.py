@@ -64,13 +64,18 @@ class Tamper:
         scatter = memory.scatter
 
         def faulty(places: Any, parts: Any, mark: Any, look: Any) -> None:
-            def seen(place: Any, piece: Any) -> None:
-                if self.left > 0:
-                    self.left -= 1
-                    piece[len(piece) // 2] ^= 4
-                look(place, piece)
+            def spoilt(place: Any) -> Any:
+                show = look(place)
 
-            scatter(places, parts, mark, seen)
+                def seen(piece: Any) -> None:
+                    if self.left > 0:
+                        self.left -= 1
+                        piece[len(piece) // 2] ^= 4
+                    show(piece)
+
+                return seen
+
+            scatter(places, parts, mark, spoilt)
 
         memory.scatter = faulty
 

@@ -11,7 +11,7 @@ OURS = {"wire", "kernels", "kvtransfer", "model", "prefill", "decode", "router",
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "wire": (set(), {"msgpack", "zmq"}),
     "kernels": (set(), {"torch", "triton"}),
-    "kvtransfer": ({"wire"}, {"torch", "zmq", "numpy", "xxhash", "msgpack", "cryptography"}),
+    "kvtransfer": ({"wire", "kernels.spans"}, {"torch", "zmq", "numpy", "xxhash", "msgpack", "cryptography"}),
     "model": ({"kernels", "kvtransfer.layout", "kvtransfer.arena"}, {"torch"}),
     "prefill": ({"wire", "kvtransfer", "model"}, {"torch", "zmq"}),
     "decode": (

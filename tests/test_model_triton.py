@@ -5,6 +5,7 @@ tests/test_golden.py runs every prompt on the kernels of a GPU; this shows on an
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -95,13 +96,13 @@ def test_a_step_with_drafts_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         table = SequenceTable.make(1, 3, 16, runner.config.vocab_size, runner.device)
         table.rows[0], table.tokens[2], table.pages[2, 0] = 2, ids[0], 3
         table.drafts[2, :2] = torch.tensor([following[0], following[1] + 1])
-        step = Step(runner, table, 1, 3, speculates=True)
+        step = Step(runner, table, 1, 3)
         spaces = [Poisoned(WORKSPACE_BYTES, runner.device) for _ in range(2)]
         with torch.inference_mode():
             with spaces[0].active():
                 step.forward()
             with spaces[1].active():
-                step.finish(GREEDY)
+                step.finish(replace(GREEDY, stores=True))
         found.append((step.report[0, :5].tolist(), table.lengths.tolist(), table.drafts[2].tolist()))
     backend.use(kernels)
     assert found[0] == found[1]

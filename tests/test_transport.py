@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.arena import Arena
-from kvtransfer.digest import chunk_digest, combine, span_digest
+from kvtransfer.digest import SpanDigests, chunk_digest, combine, span_digest
 from kvtransfer.layout import Field, KVLayout
 from kvtransfer.sharing import SharedMemory
 from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Place, Span, Transport, Wrote, open_transport
@@ -58,7 +58,7 @@ from kvtransfer.transports.frame import (
     unpack_welcome,
 )  # fmt: skip
 from kvtransfer.transports.memory import CpuMemory
-from kvtransfer.transports.outbound import CHUNK_BYTES, RETEST_S
+from kvtransfer.transports.outbound import CHUNK_BYTES, RETEST_S, _send_frames
 from kvtransfer.transports.packer import DIRECT_BYTES
 from scripts.bench_kvtransfer import BenchConfig, Source, run
 from tests.transfer_rig import (
@@ -169,7 +169,7 @@ def test_digests_agree_and_are_of_the_bytes(opener: Opener) -> None:
     parts = [bytes(source.pages[1].tolist()), bytes(source.slots[2, 64:164].tolist())]
     places = [("page", 5, 0, PAGE), ("slot", 3, 64, 100)]
     if isinstance(sender.inner._outbound._memory, CudaMemory):
-        digest = chunk_digest(KEY, places, sums_by_hand(b"".join(parts)))
+        digest = chunk_digest(KEY, places, b"".join(map(sums_by_hand, parts)))
     else:
         digest = combine(span_digest(KEY, *place[:3], part) for place, part in zip(places, parts, strict=True))
     assert wrote == [Wrote(KEY, 2, PAGE + 100, digest)]
@@ -183,15 +183,20 @@ def test_the_digest_is_of_what_landed_in_the_arena(opener: Opener, monkeypatch: 
     memory = receiver.inner._inbound._memory
 
     def faulty(places: Any, parts: Any, mark: Any, look: Any) -> None:
-        def seen(place: Any, piece: Any) -> None:
-            target.pages[5, 17] ^= 1
-            look(place, piece)
+        def spoilt(place: Any) -> Any:
+            show = look(place)
 
-        scatter(places, parts, mark, seen)
+            def seen(piece: Any) -> None:
+                target.pages[5, 17] ^= 1
+                show(piece)
 
-    def faulty_sums(places: Any) -> Any:
+            return seen
+
+        scatter(places, parts, mark, spoilt)
+
+    def faulty_sums(tables: Any) -> Any:
         target.pages[5, 17] ^= 1
-        return sums(places)
+        return sums(tables)
 
     if isinstance(memory, CudaMemory):
         sums = memory._sums
@@ -561,6 +566,51 @@ def test_a_connection_that_ends_inside_a_frame_leaves_nothing(opener: Opener) ->
     sender.write(receiver.address(), KEY, [page_span(1, 5)])
     collect(receiver, len)
     assert torch.equal(target.pages[5], source.pages[1])
+
+
+def large_rows(num_pages: int) -> tuple[CpuMemory, dict[str, Any], list[Any]]:
+    """Memory of pages of a megabyte, its rows, and as many parts to be put there."""
+    rows = {"page": np.zeros((num_pages, 1 << 20), dtype=np.uint8), "slot": np.zeros((1, 64), dtype=np.uint8)}
+    generator = np.random.default_rng(1)
+    return CpuMemory(rows), rows, [generator.integers(0, 256, 1 << 20, dtype=np.uint8) for _ in range(num_pages)]
+
+
+def test_two_threads_put_a_large_chunk_in_its_places() -> None:
+    memory, rows, parts = large_rows(5)
+    places, threads = [("page", number, 0, 1 << 20) for number in (3, 0, 4, 1, 2)], set()
+    digests = SpanDigests(KEY)
+
+    def look(place: Any) -> Any:
+        threads.add(threading.get_ident())
+        return digests.begin(place)
+
+    memory.scatter(places, parts, 0, look)
+    assert all(np.array_equal(rows["page"][place[1]], part) for place, part in zip(places, parts, strict=True))
+    expected = combine(span_digest(KEY, *place[:3], part.data) for place, part in zip(places, parts, strict=True))
+    assert digests.combined() == expected and len(threads) == 2
+
+
+@pytest.mark.parametrize("broken", [0, 3], ids=["the helper's", "ours"])
+def test_when_one_thread_cannot_put_its_share_nothing_is_written_any_more(broken: int) -> None:
+    memory, rows, parts = large_rows(4)
+    parts[broken] = parts[broken][:-1]
+    with pytest.raises(ValueError, match="broadcast"):
+        memory.scatter([("page", number, 0, 1 << 20) for number in range(4)], parts, 0)
+    whole = [number for number in range(4) if np.array_equal(rows["page"][number], parts[number])]
+    assert whole == ([2, 3] if broken == 0 else [0, 1, 2]), "the other's share is complete when it is said"
+
+
+def test_every_frame_of_a_chunk_is_ours_until_libzmq_is_done_with_it() -> None:
+    """Also when the last one is so small that it was copied."""
+    context: zmq.Context[Any] = zmq.Context()
+    lane: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    lane.connect("tcp://127.0.0.1:1")  # where nobody listens: what is sent stays here
+    large, small = np.zeros(200_000, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
+    trackers = _send_frames(lane, b"header", [large, large, small])
+    assert [tracker.done for tracker in trackers] == [False, False, True]
+    lane.close(linger=0)
+    assert wait(lambda: all(tracker.done for tracker in trackers))
+    context.destroy(linger=0)
 
 
 def test_a_fault_inside_the_engine_costs_one_hand_off_only(

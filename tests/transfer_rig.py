@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,13 +97,30 @@ def thread_transport(arena: Arena, path: str = "zeromq", stall_s: float = 30.0, 
     return ThreadTransport(arena, options=BulkOptions(path, lanes, stall_s=stall_s))
 
 
+@dataclass
+class HostWork:
+    """Copies that a `HostStream` has begun."""
+
+    stream: HostStream
+    on_host: Tensor
+
+    def over(self) -> bool:
+        return self.stream.copies_end.is_set()
+
+    def result(self) -> bytes:
+        assert self.stream.copies_end.wait(10)
+        return self.on_host.numpy().tobytes()
+
+
 class HostStream:
-    """Stands in for a CUDA stream where there is none: everything is done when it is issued. Marks below `computed` are
-    reached; tests move it."""
+    """Stands in for a CUDA stream where there is none: everything is done when it is issued, and over when `copies_end` is
+    set. Marks below `computed` are reached; tests move both."""
 
     def __init__(self) -> None:
         self.marks = 0
         self.computed = 1 << 32
+        self.copies_end = threading.Event()
+        self.copies_end.set()
 
     def enter(self) -> None:
         return None
@@ -113,6 +131,10 @@ class HostStream:
 
     def reached(self, mark: int) -> bool:
         return mark < self.computed
+
+    def begin(self, mark: int, issue: Callable[[], Tensor]) -> HostWork:
+        assert self.reached(mark), "the engine would wait for what is being computed"
+        return HostWork(self, issue())
 
     def after(self, mark: int) -> contextlib.AbstractContextManager[None]:
         assert self.reached(mark), "the engine would wait for what is being computed"
@@ -175,7 +197,7 @@ def rigged_transport(arena: Arena, path: str, stall_s: float = 30.0, lanes: int 
 
 
 def sums_by_hand(data: bytes) -> bytes:
-    """What a device makes of these bytes for their digest, in Python's numbers."""
+    """What a device makes of these bytes of a place for their digest, in Python's numbers."""
     mask, weights, sums = (1 << 64) - 1, [], []
     for index in range(1, 16_385):
         z = index * 0x9E3779B97F4A7C15 & mask

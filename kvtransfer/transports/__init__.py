@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from kvtransfer.arena import Arena
@@ -18,8 +18,7 @@ Key = tuple[int, int]  # (rid, attempt), single-use
 Place = tuple[str, int, int, int]  # kind ("page" or "slot"), number in an arena (the peer's, unless said), offset, nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """`nbytes` bytes at `offset` of our page or slot `src`, which go to the same offset of the peer's `dst`."""
 
     kind: str  # "page" or "slot"

@@ -116,7 +116,7 @@ def unpack_event(message: list[Any]) -> Event:
 
 
 def pack_spans(spans: list[Span]) -> list[Any]:
-    return [[span.kind, span.src, span.dst, span.offset, span.nbytes] for span in spans]
+    return [list(span) for span in spans]
 
 
 def unpack_spans(rows: list[Any]) -> list[Span]:

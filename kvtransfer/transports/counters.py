@@ -5,8 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 
-import numpy as np
-
 _NAMES = ("bad_frames", "late_frames", "repeated_frames", "chunks_sent", "chunks_resent", "bulk_bytes_sent")
 
 
@@ -17,11 +15,11 @@ class Counters:
         self.fd = os.memfd_create("pdserve-counters", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, mmap.PAGESIZE)
-        self._values = np.frombuffer(mmap.mmap(self.fd, mmap.PAGESIZE), dtype=np.uint64, count=len(_NAMES))
+        self._values = memoryview(mmap.mmap(self.fd, mmap.PAGESIZE)).cast("Q")[: len(_NAMES)]
 
     def add(self, name: str, amount: int = 1) -> None:
         """Raises ValueError for a name that is not in the list."""
-        self._values[_NAMES.index(name)] += np.uint64(amount)
+        self._values[_NAMES.index(name)] += amount
 
     def read(self) -> dict[str, int]:
-        return {name: int(value) for name, value in zip(_NAMES, self._values, strict=True)}
+        return dict(zip(_NAMES, self._values, strict=True))

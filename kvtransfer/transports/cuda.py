@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -17,15 +17,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.spans import SPAN_WORDS, move_spans, sum_spans
 from kvtransfer.transports import Place
 from kvtransfer.transports.cuda_ipc import Extent, Opened, pack_extents, unpack_extents
-from kvtransfer.transports.memory import Bytes, DeviceMemory, DevicePeer, Look, Rows, no_look
+from kvtransfer.transports.memory import Begun, Bytes, DeviceMemory, DevicePeer, Look, Rows, no_look
 
 _MARKS = 65_536  # kept; a hand-off that waits for more others than that starts behind the last of them
-_SUM_WORDS = 16_384  # of 4 bytes, in one sum
-_SUM_ROWS = 256  # summed in one go: 32 MiB of products
+_WORD_BYTES = 4
 _log = logging.getLogger("kvtransfer")
 
 
@@ -44,6 +45,11 @@ class Stream(Protocol):
         """A context: what it issues starts after the mark (0: at once), and is done when it is left, whichever way."""
         ...
 
+    def begin(self, mark: int, issue: Callable[[], Tensor]) -> Begun:
+        """What `issue` issues starts after the mark (0: at once); this does not wait for it. Comes to the bytes of the host
+        tensor that it gives."""
+        ...
+
     def pinned(self, nbytes: int) -> Tensor:
         """A host uint8 tensor that copies reach without a detour."""
         ...
@@ -57,6 +63,21 @@ class Ipc(Protocol):
     def open(self, extent: Extent, nbytes: int) -> Opened: ...
 
     def close(self, opened: Opened) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """See `Begun`. `event`: behind the last copy."""
+
+    event: torch.cuda.Event
+    on_host: Tensor
+
+    def over(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def result(self) -> bytes:
+        self.event.synchronize()
+        return self.on_host.numpy().tobytes()
 
 
 class SideStream:
@@ -93,6 +114,19 @@ class SideStream:
                 yield
             finally:  # also when a copy could not be issued: whoever hears of it takes back the memory of those that were
                 self._stream.synchronize()
+
+    def begin(self, mark: int, issue: Callable[[], Tensor]) -> Begun:
+        with torch.cuda.stream(self._stream):
+            if mark:
+                self._stream.wait_event(self._event(mark))
+            try:
+                on_host = issue()
+            except BaseException:  # as in `after`
+                self._stream.synchronize()
+                raise
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # who waits leaves the core to others
+            event.record(self._stream)
+        return Issued(event, on_host)
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -153,16 +187,18 @@ class CudaMemory(DeviceMemory):
             for target, source in zip(_views(self._rows, places), torch.split(packed, sizes), strict=True):
                 target.copy_(source)
         for place, part in zip(places, np.split(pinned, np.cumsum(sizes[:-1])), strict=True):
-            look(place, part)
+            look(place)(part)
 
     def handles(self) -> bytes:
         if self._ipc is None:
             return b""
         try:
-            return pack_extents({kind: self._ipc.export(rows) for kind, rows in self._rows.items()})
+            handles = pack_extents({kind: self._ipc.export(rows) for kind, rows in self._rows.items()})
         except OSError as error:
             _log.warning("other processes of this host cannot read this GPU's KV, so it goes over the network path: %s", error)
             return b""
+        self.sums([("page", 0, 0, self._rows["page"].shape[1])], 0).result()  # compiled before anybody waits for it
+        return handles
 
     def open_peer(self, handles: bytes, rows: Rows) -> PeerRows:
         if self._ipc is None:
@@ -175,53 +211,86 @@ class CudaMemory(DeviceMemory):
             opened = self._ipc.open(extent, count * row_bytes)
             weakref.finalize(peer, self._ipc.close, opened).atexit = False  # a process that ends has closed everything
             peer.rows[kind] = _at(opened.address, self._device, count, row_bytes)
+        self.read(peer, [("page", 0, 0, self._rows["page"].shape[1])])  # compiles what reads it: the test is of the link
         return peer
 
-    def fetch(self, peer: DevicePeer, sources: Sequence[Place], places: Sequence[Place], mark: int) -> bytes:
+    def fetch(self, peer: DevicePeer, sources: Sequence[Place], places: Sequence[Place], mark: int) -> Begun:
         assert isinstance(peer, PeerRows)
-        page_bytes = self._rows["page"].shape[1]
-        whole = [i for i, place in enumerate(places) if place[0] == "page" and place[3] == page_bytes]
-        rest = [i for i, place in enumerate(places) if place[0] != "page" or place[3] != page_bytes]
-        with self._stream.after(mark):
-            if whole:  # one kernel reads them all, 8 bytes a thread: a copy each costs more than a page takes
-                ours, theirs = (rows["page"].view(torch.int64) for rows in (self._rows, peer.rows))
-                ours[[places[i][1] for i in whole]] = theirs[[sources[i][1] for i in whole]]
-            for i in rest:
-                (target,), (source,) = _views(self._rows, [places[i]]), _views(peer.rows, [sources[i]])
-                target.copy_(source)
-            return self._sums(places)
+        tables = self._tables(sources, places)
+
+        def issue() -> Tensor:
+            on_device = {kind: self._upload(table) for kind, table in tables.items()}
+            for kind, table in on_device.items():
+                move_spans(_flat(peer.rows[kind]), _flat(self._rows[kind]), *table)
+            return self._sums(on_device)
+
+        return self._stream.begin(mark, issue)
 
     def read(self, peer: DevicePeer, sources: Sequence[Place]) -> None:
         assert isinstance(peer, PeerRows)
+        nowhere = [(kind, 0, offset, nbytes) for kind, _, offset, nbytes in sources]
         with self._stream.after(0):
-            torch.cat(_views(peer.rows, sources))
+            for kind, table in self._tables(sources, nowhere).items():
+                scratch = torch.empty(peer.rows[kind].shape[1], dtype=torch.uint8, device=self._device)
+                move_spans(_flat(peer.rows[kind]), _flat(scratch), *self._upload(table))
 
-    def sums(self, places: Sequence[Place], mark: int) -> bytes:
-        with self._stream.after(mark):
-            return self._sums(places)
+    def sums(self, places: Sequence[Place], mark: int) -> Begun:
+        tables = self._tables(places, places)
+        return self._stream.begin(mark, lambda: self._sums({kind: self._upload(table) for kind, table in tables.items()}))
 
-    def _sums(self, places: Sequence[Place]) -> bytes:
-        num_bytes = sum(place[3] for place in places)
-        padding = torch.zeros(-num_bytes % (4 * _SUM_WORDS), dtype=torch.uint8, device=self._device)
-        packed = torch.cat([*_views(self._rows, places), padding])
-        return weighted_sums(packed, self._weights).cpu().numpy().tobytes()
+    def _tables(self, sources: Sequence[Place], places: Sequence[Place]) -> dict[str, NDArray[np.int64]]:
+        """By kind, what `span_table` gives."""
+        tables = {}
+        for kind, rows in self._rows.items():
+            chosen = [i for i, place in enumerate(places) if place[0] == kind]
+            if chosen:
+                tables[kind] = span_table([sources[i] for i in chosen], [places[i] for i in chosen], rows.shape[1])
+        return tables
+
+    def _upload(self, table: NDArray[np.int64]) -> Tensor:
+        pinned = self._stream.pinned(table.nbytes).view(torch.int64).view(table.shape)
+        pinned.copy_(torch.from_numpy(table))
+        return pinned.to(self._device, non_blocking=True)
+
+    def _sums(self, tables: Mapping[str, Tensor]) -> Tensor:
+        """Of the spans of ours in tables on the device, in a host tensor that has them when the stream gets there."""
+        sums = [
+            sum_spans(_flat(self._rows[kind]), ends_up, counts, self._weights) for kind, (_, ends_up, counts) in tables.items()
+        ]
+        on_host = self._stream.pinned(8 * sum(map(len, sums))).view(torch.int64)
+        return on_host.copy_(torch.cat(sums), non_blocking=True)
+
+
+def span_table(sources: Sequence[Place], places: Sequence[Place], row_bytes: int) -> NDArray[np.int64]:
+    """int64 [3, n], of places of one kind: where each span begins in the source, in the target, and how many words it has.
+    A place is cut into spans of SPAN_WORDS words, the last one shorter. Raises ValueError for one not of whole words."""
+    numbers = np.array([(src[1], dst[1], dst[2], dst[3]) for src, dst in zip(sources, places, strict=True)], dtype=np.int64)
+    src, dst, offset, nbytes = numbers.T
+    if ((offset | nbytes | row_bytes) % _WORD_BYTES).any():
+        raise ValueError("a GPU reads whole words, and a place is not made of them")
+    words = nbytes // _WORD_BYTES
+    cuts = -(-words // SPAN_WORDS)
+    of = np.repeat(np.arange(len(words)), cuts)
+    at = (np.arange(len(of)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * SPAN_WORDS
+    begins, ends_up = ((number * row_bytes + offset)[of] // _WORD_BYTES + at for number in (src, dst))
+    return np.stack([begins, ends_up, np.minimum(words[of] - at, SPAN_WORDS)])
 
 
 def sum_weights() -> Tensor:
-    """int64 [_SUM_WORDS], odd and otherwise random, the same everywhere: splitmix64 of the index."""
-    z = (np.arange(_SUM_WORDS, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    """int64 [SPAN_WORDS], odd and otherwise random, the same everywhere: splitmix64 of the index.
+
+    No change of one word keeps its span's sum, since weights are odd; one of several does by chance, in one of 2^32 cases at
+    most.
+    """
+    z = (np.arange(SPAN_WORDS, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return torch.from_numpy((z ^ (z >> np.uint64(31)) | np.uint64(1)).view(np.int64))
 
 
-def weighted_sums(packed: Tensor, weights: Tensor) -> Tensor:
-    """int64 [n] of uint8 [n * 4 * _SUM_WORDS]: the 32-bit words of each row times `weights`, added modulo 2^64.
-
-    No change of one word keeps its sum, since weights are odd; one of several does by chance, in one of 2^32 cases at most.
-    """
-    words = packed.view(torch.int32).view(-1, _SUM_WORDS)
-    return torch.cat([(part * weights).sum(1) for part in torch.split(words, _SUM_ROWS)])
+def _flat(rows: Tensor) -> Tensor:
+    """uint8 [rows, row_bytes] as int32 words."""
+    return rows.view(-1).view(torch.int32)
 
 
 def _views(rows: Mapping[str, Tensor], places: Sequence[Place]) -> list[Tensor]:

@@ -76,6 +76,7 @@ class Engine:
         except ChannelClosed:
             return
         finally:
+            self._inbound.close()
             self._outbound.close()
             self._port.close(linger=0)
             self._context.destroy(linger=0)
@@ -106,6 +107,7 @@ class Engine:
         self._obey()
         if self._port in ready:
             self._inbound.receive(self._port, self._obey)
+        self._inbound.settle(self._port, idle=not ready)
         self._inbound.tend(now_s)
         self._outbound.turn(ready, now_s)
         self._tell()

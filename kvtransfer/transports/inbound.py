@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from kvtransfer.transports.frame import (
     unpack_chunk,
     unpack_hello,
 )  # fmt: skip
-from kvtransfer.transports.memory import CpuMemory, DeviceMemory, DevicePeer, Memory, Rows, shared_rows
+from kvtransfer.transports.memory import Begun, CpuMemory, DeviceMemory, DevicePeer, Memory, Rows, shared_rows
 from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, BrokenSeal, Seal, tag_digest
 from kvtransfer.transports.window import Window
 
@@ -61,6 +62,18 @@ class _Mapped:
         return bool(self.began) and _process_start(self.hello.pid) == self.began
 
 
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A chunk whose bytes our device is fetching: who sent it, on whichever connections, is answered when they are there."""
+
+    chunk: Chunk
+    wanted: tuple[Place, ...]
+    window: Window
+    source: DevicePeer  # which stays open as long as it is read
+    begun: Begun
+    identities: list[bytes]
+
+
 class Inbound:
     """`path` is what this side agrees to: "auto" for any, or one of PATHS."""
 
@@ -74,6 +87,8 @@ class Inbound:
         self._revoked = Tombstones(_REMEMBERED)
         self._mapped: dict[bytes, _Mapped] = {}  # by the memory's name
         self._looked_s = 0.0
+        self._fetches: deque[_Fetch] = deque()  # in the order in which they end
+        self._draining: list[Key] = []  # revoked, while something is fetched for them
         self._scratch = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
 
     def expect(self, key: Key, slot: int, pages: Sequence[int], mark: int, secret: bytes) -> None:
@@ -82,7 +97,10 @@ class Inbound:
     def revoke(self, key: Key) -> None:
         if self._windows.pop(key, None) is not None:
             self._revoked.add(key)
-        self._emit(Drained(key))
+        if any(fetch.chunk.key == key for fetch in self._fetches):
+            self._draining.append(key)
+        else:
+            self._emit(Drained(key))
 
     def tend(self, now_s: float) -> None:
         """Lets go of the arenas of processes that are gone."""
@@ -92,7 +110,27 @@ class Inbound:
 
     def wait_ms(self) -> int:
         """How long the engine may sleep."""
+        if self._fetches:
+            return 0
         return int(_LOOK_S * 1000) if self._mapped else 10_000
+
+    def settle(self, socket: zmq.Socket[bytes], idle: bool) -> None:
+        """Answers the fetches that are over; when there is nothing else to do, it waits for one. While the engine looks after
+        one chunk, the device copies those behind it."""
+        while self._fetches and (idle or self._fetches[0].begun.over()):
+            idle = False
+            fetch = self._fetches.popleft()
+            answer = pack_ack(Ack(fetch.chunk.number, self._end(fetch)))
+            for identity in fetch.identities:
+                socket.send_multipart([identity, answer], zmq.NOBLOCK)
+            for key in [key for key in self._draining if all(key != other.chunk.key for other in self._fetches)]:
+                self._draining.remove(key)
+                self._emit(Drained(key))
+
+    def close(self) -> None:
+        """Waits for what the device still writes."""
+        while self._fetches:
+            self._end(self._fetches.popleft())
 
     def receive(self, socket: zmq.Socket[bytes], before_landing: Callable[[], None]) -> None:
         """Takes the messages that are here now, a few at most. A bad one is counted, dropped, and answered so that an
@@ -104,12 +142,12 @@ class Inbound:
             except zmq.Again:
                 return
             before_landing()
-            reply = self._answer([frame.buffer for frame in frames])
+            reply = self._answer([frame.buffer for frame in frames], identity.bytes)
             if reply:
                 socket.send_multipart([identity.bytes, reply], zmq.NOBLOCK)
 
-    def _answer(self, frames: list[memoryview]) -> bytes:
-        """The reply to one message, b"" when it deserves none."""
+    def _answer(self, frames: list[memoryview], identity: bytes) -> bytes:
+        """The reply to one message, b"" when it deserves none, or not yet."""
         header = bytes(frames[0]) if frames else b""
         try:
             if header[:4] == b"pdH3":
@@ -121,14 +159,14 @@ class Inbound:
         try:
             if len(frames) > 1 + MAX_FRAMES:
                 raise BadFrame(f"{len(frames) - 1} frames of payload")
-            status = self._probe(chunk, frames[1:]) if chunk.probe else self._land(chunk, header, frames[1:])
+            status = self._probe(chunk, frames[1:]) if chunk.probe else self._land(chunk, header, frames[1:], identity)
         except BadFrame as error:
             self._counters.add("bad_frames")
             status = CORRUPT if isinstance(error, BrokenSeal) else REFUSED
         except Exception:  # a device fault, no memory: it costs this hand-off, whose sender must not wait for an answer
             _log.exception("a chunk of hand-off %s cannot be landed", chunk.key)
             status = REFUSED
-        return pack_ack(Ack(chunk.number, status))
+        return b"" if status is None else pack_ack(Ack(chunk.number, status))
 
     def _welcome(self, hello: Hello) -> Welcome:
         """Which path a new peer's bytes are to take: the fast one when its memory can be mapped."""
@@ -181,7 +219,13 @@ class Inbound:
             room[:] = part[: len(room)]
         return LANDED
 
-    def _land(self, chunk: Chunk, header: bytes, frames: list[memoryview]) -> int:
+    def _land(self, chunk: Chunk, header: bytes, frames: list[memoryview], identity: bytes) -> int | None:
+        """What becomes of a chunk; None when that is not known yet."""
+        for fetch in self._fetches:
+            if (fetch.chunk.key, fetch.chunk.number) == (chunk.key, chunk.number):
+                self._counters.add("repeated_frames")
+                fetch.identities.append(identity)
+                return None
         window = self._windows.get(chunk.key)
         if window is None:
             if chunk.key not in self._revoked:
@@ -194,29 +238,62 @@ class Inbound:
         wanted = places(chunk.spans)
         if (refused := window.refused(wanted, self._rows)) is not None:
             raise BadFrame(f"{refused} was not granted to {chunk.key}, or is not missing any more")
-        digest = self._write(window, chunk, wanted, header, frames)
+        source = self._source_of(window, chunk, header, frames)
+        if isinstance(source, DevicePeer):
+            assert isinstance(self._memory, DeviceMemory)
+            try:
+                begun = self._memory.fetch(source, [span.source for span in chunk.spans], wanted, window.mark)
+            except ValueError as error:
+                raise BadFrame(str(error)) from error
+            window.land(chunk.number, wanted)  # now: nobody else may write there meanwhile
+            self._fetches.append(_Fetch(chunk, wanted, window, source, begun, [identity]))
+            return None
+        digest = self._write(window, chunk, source, wanted, header, frames)
         window.land(chunk.number, wanted)
         self._emit(Landed(chunk.key, wanted, digest))
         return LANDED
 
-    def _write(self, window: Window, chunk: Chunk, wanted: tuple[Place, ...], header: bytes, frames: list[memoryview]) -> int:
-        """Puts a chunk's bytes in their places; gives their digest."""
-        if chunk.memory_name:
-            if window.seal is not None:
-                _check_header(window.seal, chunk, header, frames)
-            elif frames:
-                raise BadFrame("a chunk that is to be fetched, with bytes of its own")
-            memory, sources = self._source(chunk), [span.source for span in chunk.spans]
-            if not isinstance(memory, CpuMemory):
-                assert isinstance(self._memory, DeviceMemory)
-                return chunk_digest(chunk.key, wanted, self._memory.fetch(memory, sources, wanted, window.mark))
-            parts = [memory.direct(source, 0) for source in sources]
+    def _end(self, fetch: _Fetch) -> int:
+        """Of a fetch that is over, or is waited for: what is answered."""
+        try:
+            digest = chunk_digest(fetch.chunk.key, fetch.wanted, fetch.begun.result())
+        except Exception:  # a device fault costs this hand-off
+            _log.exception("a chunk of hand-off %s cannot be fetched", fetch.chunk.key)
+            fetch.window.numbers.discard(fetch.chunk.number)  # sent again, it is refused again
+            return REFUSED
+        self._emit(Landed(fetch.chunk.key, fetch.wanted, digest))
+        return LANDED
+
+    def _source_of(
+        self, window: Window, chunk: Chunk, header: bytes, frames: list[memoryview]
+    ) -> CpuMemory | DevicePeer | None:
+        """The memory that a chunk's bytes are to be fetched from; None when they come along."""
+        if not chunk.memory_name:
+            return None
+        if window.seal is not None:
+            _check_header(window.seal, chunk, header, frames)
+        elif frames:
+            raise BadFrame("a chunk that is to be fetched, with bytes of its own")
+        return self._source(chunk)
+
+    def _write(
+        self,
+        window: Window,
+        chunk: Chunk,
+        source: CpuMemory | None,
+        wanted: tuple[Place, ...],
+        header: bytes,
+        frames: list[memoryview],
+    ) -> int:
+        """Puts a chunk's bytes, which a host can touch, in their places; gives their digest."""
+        if source is not None:
+            parts = [source.direct(span.source, 0) for span in chunk.spans]
         elif window.seal is not None:
             return self._unseal(window, chunk, wanted, header, frames)
         else:
             parts = [np.frombuffer(part, dtype=np.uint8) for part in split_payload(chunk.spans, frames)]
         digests = SpanDigests(chunk.key)
-        self._memory.scatter(wanted, parts, window.mark, lambda place, piece: digests.add(place, piece.data))
+        self._memory.scatter(wanted, parts, window.mark, digests.begin)
         return digests.combined()
 
     def _source(self, chunk: Chunk) -> CpuMemory | DevicePeer:

@@ -9,7 +9,7 @@ acknowledged goes out again: the receiver knows each chunk by its number.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -38,13 +38,14 @@ from kvtransfer.transports.memory import Memory
 from kvtransfer.transports.packer import Digest, Packer
 
 CHUNK_BYTES = 4 << 20  # payload of one chunk at most, unless one span is larger: less costs wake-ups, more cache
-FETCH_BYTES = 32 << 20  # the same where nothing but headers is on the wire, and a GPU copies: a microsecond a megabyte
+FETCH_BYTES = {"shm": 16 << 20, "cuda_ipc": 128 << 20}  # the same where nothing but headers is on the wire: about 3 ms each
 CREDIT = 4  # chunks under way on one connection: with CHUNK_BYTES, what a peer that does not read costs
 PROBE_BYTES = 16 << 20
 IDLE_S = 300.0  # an unused connection is closed: decode workers come and go
 RETEST_S = 5.0  # a peer that was too slow is tested again after so long
 COMPUTING_MS = 1  # to look again whether what is to be sent has been computed
 _ACKS = 64  # read in one go
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # as numbers: joining enums takes as long as a small send
 _REFUSALS = {
     LATE: "has closed the window",
     REFUSED: "refuses the bytes",
@@ -59,7 +60,7 @@ class Lane:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     under_way: dict[int, Piece | None] = field(default_factory=dict)
-    trackers: dict[int, Any] = field(default_factory=dict)
+    trackers: dict[int, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -184,8 +185,8 @@ class Outbound:
         """Sends page 0, which is nobody's, a few times over all connections; the last answer ends the test."""
         row_bytes = self._hello.rows["page"][1]
         span = Span("page", 0, 0, 0, row_bytes)
-        spans = (span,) * max(1, min(CHUNK_BYTES // row_bytes, 16))
         name = self._name(peer)
+        spans = (span,) * max(1, min(FETCH_BYTES.get(peer.path, CHUNK_BYTES) // row_bytes, 256 if name else 16))
         peer.link, peer.probe_begin_s, peer.tested_s, peer.moved_s = None, time.perf_counter(), now_s, now_s
         rounds = max(1, min(PROBE_BYTES // (row_bytes * len(spans)), CREDIT))
         data = self._memory.buffer(row_bytes)
@@ -242,7 +243,7 @@ class Outbound:
             lane.socket.close(linger=0)
             for number, piece in lane.under_way.items():
                 if piece is not None:
-                    piece.trackers.append(lane.trackers[number])
+                    piece.trackers += lane.trackers[number]
                     self._jobs.send_again(piece)
         peer.lanes = []
 
@@ -266,23 +267,22 @@ class Outbound:
             peer.moved_s = now_s
         for lane in peer.lanes:
             if len(lane.under_way) < CREDIT and self._computed(peer):
-                piece = self._jobs.next_piece(peer.address, FETCH_BYTES if peer.path == "cuda_ipc" else CHUNK_BYTES)
+                piece = self._jobs.next_piece(peer.address, FETCH_BYTES.get(peer.path, CHUNK_BYTES))
                 if piece is None:
                     return
                 try:
                     digest = self._send_piece(peer, lane, piece)
+                    piece.digest = digest()
                 except Exception as error:  # whatever it is (a device fault, no memory), it costs this hand-off only
                     self._jobs.lose(piece.job.key, f"cannot be sent: {type(error).__name__}: {error}")
-                    self._jobs.release(piece)
-                else:
-                    piece.digest = digest()
+                    if piece.number not in lane.under_way:  # else its answer comes
+                        self._jobs.release(piece)
 
     def _send_piece(self, peer: Peer, lane: Lane, piece: Piece) -> Digest:
         name = self._name(peer)
         header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name))
         frames, digest = self._packer.reference(piece, header) if name else self._packer.payload(piece, header)
-        tracker = lane.socket.send_multipart([header, *frames], zmq.NOBLOCK, copy=False, track=True)
-        lane.under_way[piece.number], lane.trackers[piece.number] = piece, tracker
+        lane.under_way[piece.number], lane.trackers[piece.number] = piece, _send_frames(lane.socket, header, frames)
         self._counters.add("chunks_sent")
         return digest
 
@@ -348,6 +348,14 @@ class Outbound:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         return Lane(socket, monitor)
+
+
+def _send_frames(socket: zmq.Socket[bytes], header: bytes, frames: Sequence[Any]) -> list[Any]:
+    """One message; gives what tracks each of its frames, since libzmq is not done with them in any order when a connection
+    breaks. (pyzmq's `send_multipart` tracks the last alone.)"""
+    last = len(frames)
+    socket.send(header, _MORE if last else _LAST)
+    return [socket.send(frame, _MORE if i < last else _LAST, copy=False, track=True) for i, frame in enumerate(frames, 1)]
 
 
 def _broken(lane: Lane) -> bool:

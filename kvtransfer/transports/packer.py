@@ -27,9 +27,11 @@ class Packer:
         """The frames (none, or a tag over the header) and the digest of a chunk that the peer fetches."""
         job, spans = piece.job, piece.spans
         frames = [] if job.seal is None else [job.seal.close(piece.number, NO_PAYLOAD, b"", header)]
-        if isinstance(self._memory, DeviceMemory):  # now: it waits for what computes these pages, and so must the peer
+        if isinstance(self._memory, DeviceMemory):
             sums = self._memory.sums([span.source for span in spans], job.mark)
-            return frames, partial(chunk_digest, job.key, [span.place for span in spans], sums)
+            if not self._memory.reached(job.mark):  # our stream waits for what computes these pages; the peer's cannot
+                sums.result()
+            return frames, lambda: chunk_digest(job.key, [span.place for span in spans], sums.result())
         return frames, partial(_digest, job.key, [([span], self._direct(span, job)) for span in spans])
 
     def payload(self, piece: Piece, header: bytes) -> tuple[list[Any], Digest]:

@@ -19,7 +19,9 @@ class Ground:
 
     def overlaps(self, place: Place) -> bool:
         kind, number, begin, nbytes = place
-        taken = self._taken.get((kind, number), [])
+        taken = self._taken.get((kind, number))
+        if taken is None:
+            return False
         before = bisect_left(taken, (begin + nbytes,))  # those that begin before the place ends; the last reaches furthest
         return before > 0 and taken[before - 1][1] > begin
 

@@ -1,0 +1,62 @@
+"""Spans of 32-bit words: moved between two memories, of which one may be another GPU's, and summed up for a digest.
+
+A table of spans, three int64 vectors [n] on the device, says where each begins in the source and in the target and how many
+words it has, 1..SPAN_WORDS: one program each.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from kernels import backend
+from kernels.jit import jit
+from kernels.launch import launch
+
+SPAN_WORDS = 16_384
+_BLOCK = 2048
+
+
+def move_spans(source: Tensor, target: Tensor, begins: Tensor, ends_up: Tensor, counts: Tensor) -> None:
+    """source, target int32, contiguous. The words of every span go from `begins` in source to `ends_up` in target; spans of
+    the target do not overlap."""
+    if not backend.active().triton:
+        for begin, to, count in zip(begins.tolist(), ends_up.tolist(), counts.tolist(), strict=True):
+            target[to : to + count] = source[begin : begin + count]
+        return
+    launch(_move_kernel, (len(counts),), source, target, begins, ends_up, counts, _BLOCK, num_warps=8)
+
+
+def sum_spans(memory: Tensor, begins: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+    """memory int32, weights int64 [SPAN_WORDS] -> int64 [n]: each span's words times `weights`, added modulo 2^64."""
+    sums = torch.empty(len(counts), dtype=torch.int64, device=memory.device)
+    if not backend.active().triton:
+        for i, (begin, count) in enumerate(zip(begins.tolist(), counts.tolist(), strict=True)):
+            sums[i] = (memory[begin : begin + count] * weights[:count]).sum()
+        return sums
+    launch(_sum_kernel, (len(counts),), memory, begins, counts, weights, sums, _BLOCK, num_warps=8)
+    return sums
+
+
+@jit(do_not_specialize_on_alignment=["begins", "ends_up", "counts"])
+def _move_kernel(source, target, begins, ends_up, counts, BLOCK: tl.constexpr):
+    span = tl.program_id(0)
+    source += tl.load(begins + span)
+    target += tl.load(ends_up + span)
+    count = tl.load(counts + span).to(tl.int32)
+    for begin in range(0, count, BLOCK):
+        words = begin + tl.arange(0, BLOCK)
+        tl.store(target + words, tl.load(source + words, mask=words < count), mask=words < count)
+
+
+@jit(do_not_specialize_on_alignment=["begins", "counts"])
+def _sum_kernel(memory, begins, counts, weights, sums, BLOCK: tl.constexpr):
+    span = tl.program_id(0)
+    memory += tl.load(begins + span)
+    count = tl.load(counts + span).to(tl.int32)
+    total = tl.zeros([BLOCK], tl.int64)
+    for begin in range(0, count, BLOCK):
+        words = begin + tl.arange(0, BLOCK)
+        total += tl.load(memory + words, mask=words < count, other=0).to(tl.int64) * tl.load(weights + words)
+    tl.store(sums + span, tl.sum(total, 0))
