@@ -549,6 +549,8 @@ def test_what_is_begun_is_over_when_its_event_is_and_waits_if_it_could_not_be_is
     assert begun.result() == (1).to_bytes(8, "little") + (2).to_bytes(8, "little") and recorded.calls[3:] == ["synchronize"]
     recorded.calls.append("reached")
     assert begun.over()
+    monkeypatch.setattr(recorded, "query", faulty)
+    assert begun.over(), "what is wrong comes with its result"
     with pytest.raises(RuntimeError, match="no memory"):
         stream.begin(0, faulty)
     assert recorded.calls[5:] == ["synchronize"]

@@ -70,7 +70,9 @@ class DevicePeer:
 class Begun(Protocol):
     """Work of a device that was started."""
 
-    def over(self) -> bool: ...
+    def over(self) -> bool:
+        """Whether `result` would not have to wait."""
+        ...
 
     def result(self) -> bytes:
         """Waits for it. Raises what the device raises."""
