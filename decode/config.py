@@ -20,6 +20,12 @@ class DecodeConfig(WorkerConfig):
         help="CUDA graphs of the steps; check: tests every stage of them, prints a table and ends. A CPU has none",
     )
 
+    batch_invariant: str = option(
+        "on",
+        choices=("on", "off"),
+        help="on a GPU a text is the same whatever it is batched with, and with guesses as without, in steps of up to 256 rows;"
+        " off: faster in small batches, and where two tokens are nearly as likely texts may part",
+    )
     speculate: int = option(
         0, help="most tokens that the checkpoint's MTP layer guesses ahead in a step; texts stay the same. 0: none"
     )

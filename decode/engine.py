@@ -7,7 +7,7 @@ device has the next step before the host has seen the tokens of the one before: 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from decode.graphs import Graphs
 from decode.sampling import Choice, Wishes, read_choices
 from decode.sequence import Sequence
+from decode.step import PLAIN, Shape
 from decode.words import Words
 from kernels.sequences import SequenceTable
 from model.runner import device_failure
@@ -25,6 +26,7 @@ class Flight:
     """A step that was launched: whose it is, with how many guesses each, and where its results arrive on the host when
     `landed` has happened."""
 
+    shape: Shape
     sequences: list[Sequence]
     drafts: list[int]
     report: Tensor
@@ -51,19 +53,24 @@ class Engine:
     def in_flight(self) -> int:
         return len(self._flights)
 
+    @property
+    def next_shape(self) -> Shape:
+        """Of the step that `collect` gives next."""
+        return self._flights[0].shape
+
     @torch.inference_mode()
-    def launch(self, sequences: list[Sequence], tokens: int = 1) -> None:
-        """Starts a step that feeds each sequence its next token, and the first `tokens` - 1 guesses at those behind it."""
+    def launch(self, sequences: list[Sequence], shape: Shape = PLAIN) -> None:
+        """Starts a step that feeds each sequence its next token, and as many guesses at those behind it as `shape` says."""
         if self._wishes.sequences != sequences:
             self._wishes = Wishes(list(sequences))
-        asks = self._wishes.asks()
-        self._words.write(sequences, self._graphs.step(len(sequences), tokens).rows)
-        step = self._graphs.run(len(sequences), tokens, asks)
+        asks = replace(self._wishes.asks(), stores=shape.stores)
+        self._words.write(sequences, self._graphs.step(len(sequences), shape.tokens).rows)
+        step = self._graphs.run(len(sequences), shape.tokens, asks)
         tops = (self._to_host(step.tops[0]), self._to_host(step.tops[1])) if asks.tops >= 0 else step.tops
-        drafts = [min(sequence.drafts, tokens - 1) for sequence in sequences]
+        drafts = [min(sequence.drafts, shape.tokens - 1) for sequence in sequences]
         for sequence in sequences:
-            sequence.drafts = tokens - 1
-        self._flights.append(Flight(list(sequences), drafts, self._to_host(step.report), tops, self._mark()))
+            sequence.drafts = shape.tokens - 1
+        self._flights.append(Flight(shape, list(sequences), drafts, self._to_host(step.report), tops, self._mark()))
 
     def collect(self) -> tuple[list[Sequence], list[Choice]]:
         """The sequences of the oldest step in flight and what each of them gets; waits for it."""

@@ -1,6 +1,6 @@
 """All steps of fixed shapes: on a GPU as CUDA graphs, captured at start and replayed for good; on a CPU simply run.
 
-A step has four graphs: forward, and three ways to finish. All of them share one memory pool and two workspaces, one for
+A step has a graph for forward, and one for each way to finish. All of them share one memory pool and two workspaces, one for
 forward, whose streams and logits stay until finish has read them, and one for finish. So replays of different steps must
 follow each other on one stream, and what a step reports is to be copied before the next one is replayed.
 """
@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -29,6 +29,7 @@ GREEDY = Asks(draws=False, edits=False, tops=-1)
 SAMPLED = Asks(draws=True, edits=True, tops=-1)
 EVERYTHING = Asks(draws=True, edits=True, tops=MOST_TOPS)
 WAYS = (GREEDY, SAMPLED, EVERYTHING)  # to finish; a step takes the first that has all that its rows ask for
+STORING_WAYS = tuple(replace(way, stores=True) for way in WAYS)
 Results = tuple[Tensor, ...]
 _log = logging.getLogger("decode")
 
@@ -117,7 +118,8 @@ class _Captured:
 
 
 class Graphs:
-    """The steps of up to `max_batch` rows with `tokens` new tokens a row; more than one is speculation.
+    """The steps of up to `max_batch` rows with `tokens` new tokens a row; more than one is speculation. Then those of one token
+    may store or not, and without are the very ones that there are without speculation.
 
     With a recorder the steps of `sizes` (as `batch_sizes`) are captured here and now, which raises CaptureFailed, and nothing
     is allocated afterwards. Without one a step runs when it is asked for, with exactly its rows.
@@ -149,7 +151,10 @@ class Graphs:
         return self._steps[rows, tokens]
 
     def _step(self, rows: int, tokens: int) -> Step:
-        return Step(self._runner, self._table, rows, tokens, speculates=self._tokens[-1] > 1)
+        return Step(self._runner, self._table, rows, tokens)
+
+    def _ways(self, step: Step) -> Sequence[Asks]:
+        return ways_of(step.tokens, speculates=self._tokens[-1] > 1)
 
     @torch.inference_mode()
     def run(self, rows: int, tokens: int, asks: Asks) -> Step:
@@ -177,7 +182,7 @@ class Graphs:
                 step = self.step(rows, tokens)
                 with _explained(step, captured=False):
                     step.forward()
-                    for asks in WAYS:
+                    for asks in self._ways(step):
                         step.finish(asks)
         _log.info("kernels compiled in %.1f s", time.monotonic() - begin_s)
 
@@ -191,7 +196,7 @@ class Graphs:
         for shape in shapes:
             step = self._step(*shape)  # a step holds its logits: what is kept of all of them is a gigabyte
             with _explained(step, captured=False), recorder.running():
-                run_within(step, *rulers)
+                run_within(step, self._ways(step), *rulers)
         del step
         torch.cuda.empty_cache()  # what the rulers took
         self._steps = {shape: self._step(*shape) for shape in shapes}
@@ -203,9 +208,9 @@ class Graphs:
             for number, (shape, step) in enumerate(self._steps.items(), 1):
                 _log.info("capturing %d of %d: %s", number, len(shapes), shape_name(*shape))
                 with _explained(step, captured=True):
-                    self._captured[shape] = _record(step, recorder, *self._spaces)
+                    self._captured[shape] = _record(step, self._ways(step), recorder, *self._spaces)
         seconds, megabytes = time.monotonic() - warm_s, self.workspace_bytes / 1e6
-        graphs = (1 + len(WAYS)) * len(shapes)
+        graphs = sum(1 + len(captured.finish) for captured in self._captured.values())
         _log.info("%d graphs captured in %.1f s; workspace %.0f MB", graphs, seconds, megabytes)
 
 
@@ -213,20 +218,30 @@ def shape_name(rows: int, tokens: int) -> str:
     return f"batch {rows}, {tokens} token{'s' if tokens > 1 else ''}"
 
 
+def ways_of(tokens: int, speculates: bool) -> Sequence[Asks]:
+    """To finish a step of so many tokens."""
+    if tokens > 1:
+        return STORING_WAYS
+    return (*WAYS, *STORING_WAYS) if speculates else WAYS
+
+
 def way_for(asks: Asks) -> Asks:
-    return next(way for way in WAYS if way.draws >= asks.draws and way.edits >= asks.edits and way.tops >= asks.tops)
+    ways = STORING_WAYS if asks.stores else WAYS
+    return next(way for way in ways if way.draws >= asks.draws and way.edits >= asks.edits and way.tops >= asks.tops)
 
 
-def run_within(step: Step, forward_space: Workspace, finish_space: Workspace) -> None:
-    """A step, and all ways to finish it, one after another."""
+def run_within(step: Step, ways: Sequence[Asks], forward_space: Workspace, finish_space: Workspace) -> None:
+    """A step, and all its ways to finish, one after another."""
     with forward_space.active():
         step.forward()
-    for asks in WAYS:
+    for asks in ways:
         with finish_space.active():
             step.finish(asks)
 
 
-def _record(step: Step, recorder: Recorder, forward_space: Workspace, finish_space: Workspace) -> _Captured:
+def _record(
+    step: Step, ways: Sequence[Asks], recorder: Recorder, forward_space: Workspace, finish_space: Workspace
+) -> _Captured:
     def forward() -> Results:
         with forward_space.active():
             step.forward()
@@ -241,7 +256,7 @@ def _record(step: Step, recorder: Recorder, forward_space: Workspace, finish_spa
         graph, (report, ids, logprobs) = recorder.record(run)
         return _Finish(graph, report, (ids, logprobs))
 
-    return _Captured(recorder.record(forward)[0], {asks: finish(asks) for asks in WAYS})
+    return _Captured(recorder.record(forward)[0], {asks: finish(asks) for asks in ways})
 
 
 @contextmanager

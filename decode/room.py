@@ -25,6 +25,8 @@ def make_engine(config: DecodeConfig, runner: Runner, depth: int) -> Engine:
             f"--speculate {config.speculate} needs a checkpoint with an MTP layer, and this one's num_nextn_predict_layers is 0"
         )
     tokens = range(1, config.speculate + 2)  # of each row of a step: its next one, and guesses behind it
+    if config.batch_invariant == "on":
+        runner.make_invariant(config.max_batch * max(tokens))
     spare_pages = runner.layout.pages_for((depth + 2) * (MOST_DRAFTS + 1))  # steps in flight, this one, guesses behind it
     table = make_table(config, runner, spare_pages)
     return Engine(table, make_graphs(config, runner, table, tokens), spare_pages, depth)

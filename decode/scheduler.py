@@ -296,7 +296,6 @@ class Scheduler:
         for kv in request.kvs[1:]:
             self._fork(source, kv, full)
         for sample, kv in zip(request.samples, request.kvs, strict=True):
-            kv.length = request.length
             sequence = self._sequence(request, sample, kv, now_s)
             self.running.append(sequence)
             if sequence.generated >= sequence.sampling.max_tokens:  # nothing was asked for but the prompt

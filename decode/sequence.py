@@ -62,7 +62,6 @@ class Sequence:
         """Takes the next token; its KV is written when it is fed. Gives the finish reason, "" while running."""
         may_stop = self.may_stop
         self.tokens.append(token)
-        self.kv.length = len(self.tokens) - 1
         if may_stop and token in self.sampling.stop_token_ids:
             return "stop"
         if may_stop and token == self.eos_token_id and not self.sampling.ignore_eos:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from decode.graphs import Recorder, Replayed, run_within, shape_name
-from decode.step import Step
+from decode.graphs import Recorder, Replayed, run_within, shape_name, ways_of
+from decode.step import Asks, Step
 from kernels.launch import stages_go_to
 from kernels.sequences import SequenceTable
 from kernels.trail import Trail
@@ -47,7 +47,7 @@ def check(
     gaps = 0
     for rows in sorted(sizes, reverse=True):
         for count in sorted(tokens, reverse=True):
-            outcomes = check_step(Step(runner, table, rows, count, speculates=max(tokens) > 1), recorder)
+            outcomes = check_step(Step(runner, table, rows, count), ways_of(count, speculates=max(tokens) > 1), recorder)
             wrong = sum(outcome.gap for outcome in outcomes)
             show(f"{shape_name(rows, count)}: {len(outcomes)} stages, {wrong} with a gap")
             if wrong or (rows, count) == (max(sizes), max(tokens)):
@@ -59,16 +59,17 @@ def check(
     return gaps
 
 
-def check_step(step: Step, recorder: Callable[[], Recorder]) -> list[Outcome]:
-    """All stages in order, as far as the step gets."""
+def check_step(step: Step, ways: Sequence[Asks], recorder: Callable[[], Recorder]) -> list[Outcome]:
+    """All stages in order, as far as the step gets. ways: to finish it."""
     rulers = Ruler(step.device), Ruler(step.device)
-    outcomes = _run_eagerly(step, recorder(), rulers)
+    outcomes = _run_eagerly(lambda: run_within(step, ways, *rulers), recorder())
     if outcomes and outcomes[-1].eager == OK:
-        _capture_each(step, recorder, [Workspace(ruler.needed_bytes, step.device) for ruler in rulers], outcomes)
+        spaces = [Workspace(ruler.needed_bytes, step.device) for ruler in rulers]
+        _capture_each(lambda: run_within(step, ways, *spaces), recorder, outcomes)
     return outcomes
 
 
-def _run_eagerly(step: Step, recorder: Recorder, spaces: Sequence[Workspace]) -> list[Outcome]:
+def _run_eagerly(run: Callable[[], None], recorder: Recorder) -> list[Outcome]:
     """Waits for the device behind each stage: a kernel that fails while it runs shows where it was started."""
     outcomes: list[Outcome] = []
     trail = Trail()
@@ -83,7 +84,7 @@ def _run_eagerly(step: Step, recorder: Recorder, spaces: Sequence[Workspace]) ->
 
     try:
         with trail.followed(), stages_go_to(watch):
-            run_within(step, *spaces)
+            run()
     except Exception as error:  # the table is there to show it
         if not outcomes or outcomes[-1].eager == OK:
             outcomes.append(Outcome("between stages"))
@@ -91,16 +92,14 @@ def _run_eagerly(step: Step, recorder: Recorder, spaces: Sequence[Workspace]) ->
     return outcomes
 
 
-def _capture_each(step: Step, recorder: Callable[[], Recorder], spaces: Sequence[Workspace], outcomes: list[Outcome]) -> None:
+def _capture_each(run: Callable[[], None], recorder: Callable[[], Recorder], outcomes: list[Outcome]) -> None:
     """A stage that cannot be captured runs eagerly in the next pass, so that those behind it are tested too."""
     broken: set[int] = set()
-    while (failed := _capture_pass(step, recorder(), spaces, outcomes, broken)) is not None and failed not in broken:
+    while (failed := _capture_pass(run, recorder(), outcomes, broken)) is not None and failed not in broken:
         broken.add(failed)
 
 
-def _capture_pass(
-    step: Step, recorder: Recorder, spaces: Sequence[Workspace], outcomes: list[Outcome], broken: set[int]
-) -> int | None:
+def _capture_pass(run: Callable[[], None], recorder: Recorder, outcomes: list[Outcome], broken: set[int]) -> int | None:
     """Captures and replays all stages but the `broken` ones; the number of the one that raised. One that is broken already
     ran eagerly before: then the device has failed."""
     trail, at = Trail(), -1
@@ -122,7 +121,7 @@ def _capture_pass(
 
     try:
         with trail.followed(), stages_go_to(watch):
-            run_within(step, *spaces)
+            run()
     except Exception as error:  # the table is there to show it
         if at not in broken:
             outcomes[at].captured = _shown(trail, error)

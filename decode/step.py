@@ -17,25 +17,41 @@ from model.runner import Runner
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """What a step does for each of its sequences. tokens: new ones, of which all but the first are drafts. stores: as in Asks;
+    a step with drafts always does."""
+
+    tokens: int = 1
+    stores: bool = False
+
+
+PLAIN, STORING = Shape(), Shape(stores=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Asks:
-    """What the rows of a step want of the sampler together: less is faster. tops: log probabilities beside the chosen
-    token's; -1 for none at all."""
+    """What is asked of a step beside tokens: less is faster. draws, edits, tops: what its rows want of the sampler together;
+    tops: log probabilities beside the chosen token's, -1 for none at all. stores: every token leaves its row of the MTP
+    layer, and the step ends with drafts behind the last one."""
 
     draws: bool
     edits: bool
     tops: int
+    stores: bool = False
 
 
 class Step:
     """`rows` sequences with `tokens` new tokens each. Reads nothing but the table, and writes nothing but the table, the
     arena and its own tensors: `report` (kernels.sequences.Finished) and `tops`, of every row ids and log probabilities.
 
-    speculates: every token leaves its row of the MTP layer, and the step ends with `tokens` - 1 drafts in the table. With one
-    token that is none, but those that are made later look back on its row.
+    One that stores ends with `tokens` - 1 drafts in the table. With one token that is none, but those that are made later look
+    back on its row. For a position whose step stored nothing the ring still has what lay there before: the row of a position a
+    ring earlier, one of the slot's last owner, or the zeros that an arena begins with. A draft that looks back on it is a worse
+    guess and is verified like any other; the row is gone when the ring comes round.
     """
 
-    def __init__(self, runner: Runner, table: SequenceTable, rows: int, tokens: int, speculates: bool = False) -> None:
-        self._runner, self._table, self._speculates = runner, table, speculates
+    def __init__(self, runner: Runner, table: SequenceTable, rows: int, tokens: int) -> None:
+        self._runner, self._table = runner, table
         self.rows, self.tokens = rows, tokens
         self.device = device = table.words.device
 
@@ -55,7 +71,7 @@ class Step:
             )
 
         self._batch = batch(tokens, zeros(rows, table.pages.shape[1]))
-        if speculates and tokens > 2:
+        if tokens > 2:
             self._behind = batch(1, self._batch.page_table)  # a draft that comes behind another
             self._kept = runner.make_streams(rows)  # the MTP streams that it starts from
         self.report, self.tops = zeros(0), (zeros(0), zeros(0))
@@ -74,10 +90,10 @@ class Step:
         with stage("finish"):
             finished = finish_step(self._table, self._batch.slots, sampled, self.tokens)
         self.report, self.tops = finished.report, (sampled.top_ids, sampled.top_logprobs)
-        if self._speculates and self.tokens == 1:
+        if asks.stores and self.tokens == 1:
             with frame():
                 self._runner.store_draft_rows(self._streams, sampled.ids, self._batch)
-        elif self._speculates:
+        elif asks.stores:
             self._draft(sampled.ids, finished.chosen, asks)
 
     def _draft(self, ids: Tensor, chosen: Tensor, asks: Asks) -> None:

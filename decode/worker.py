@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from decode.sampling import MOST_TOPS
 from decode.scheduler import Scheduler
 from decode.sequence import Sequence
 from decode.speculation import Speculation
+from decode.step import Shape
 from kvtransfer.layout import identity_fingerprint
 from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Receiver
@@ -86,10 +88,11 @@ class Worker:
         self.scheduler.settle(self._receiver.poll(now_s), now_s)
         self.scheduler.expire(now_s)
         self.scheduler.admit(now_s)
-        tokens = self.scheduler.affordable(self._speculation.tokens(min(len(self.scheduler.running), self._max_batch)))
-        batch = self.scheduler.next_batch(tokens)
+        shape = self._speculation.shape(min(len(self.scheduler.running), self._max_batch))
+        shape = replace(shape, tokens=self.scheduler.affordable(shape.tokens))
+        batch = self.scheduler.next_batch(shape.tokens)
         if batch:
-            self._launch(batch, tokens, now_s)
+            self._launch(batch, shape, now_s)
         if self._engine.in_flight > (self._engine.depth if batch else 0):
             self._collect()
         elif not batch:
@@ -114,11 +117,11 @@ class Worker:
                 case _:
                     self.metrics.add("misdirected")
 
-    def _launch(self, batch: list[Sequence], tokens: int, now_s: float) -> None:
+    def _launch(self, batch: list[Sequence], shape: Shape, now_s: float) -> None:
         if not self._engine.in_flight:
             self._busy_since_s = now_s
         try:
-            self._engine.launch(batch, tokens)
+            self._engine.launch(batch, shape)
         except Exception as error:  # whatever the model raises ends these sequences, not the worker
             _log.exception("a step of %d sequences failed", len(batch))
             self._leave_if_lost()
@@ -127,6 +130,7 @@ class Worker:
         self.scheduler.launched(batch)
 
     def _collect(self) -> None:
+        shape = self._engine.next_shape
         try:
             batch, choices = self._engine.collect()
         except RuntimeError:
@@ -138,7 +142,7 @@ class Worker:
             for sequence, choice in zip(batch, choices, strict=True)
             if choice.tokens and not sequence.over
         ]
-        self._speculation.landed(len(batch), batch[0].in_flight[0], now_s - self._busy_since_s, outcomes)
+        self._speculation.landed(len(batch), shape, now_s - self._busy_since_s, outcomes)
         self.scheduler.advance(batch, choices, now_s)
         self._presence.stepped(sum(len(choice.tokens) for choice in choices), self._busy_since_s, now_s)
         self._busy_since_s = now_s

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from triton.runtime import driver
 
 log = logging.getLogger(__name__)
 
+INVARIANT_ROWS = 256  # tokens of a step; with more the dense layers are cut by their number (kernels/gemm_portable.py)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it: when a kernel is defined
 
 
@@ -19,6 +20,8 @@ class Backend:
     """What the public functions of this package look at.
 
     arch is the compute capability times ten (90, 120; 0 where nothing is compiled), shared_bytes what one block may use.
+    invariant: in steps of up to INVARIANT_ROWS tokens no sum is cut by how many there are, so a token's result has the same
+    bits whatever else is in the step.
     """
 
     triton: bool
@@ -26,6 +29,11 @@ class Backend:
     arch: int = 0
     multiprocessors: int = 1
     shared_bytes: int = 0
+    invariant: bool = False
+
+    def cuts_alike(self, tokens: int) -> bool:
+        """Whether a step of so many tokens is cut as every one of up to INVARIANT_ROWS is."""
+        return self.invariant and tokens <= INVARIANT_ROWS
 
     @property
     def hopper(self) -> bool:
@@ -59,6 +67,12 @@ def choose(device: torch.device) -> Backend:
     """The backend for tensors on `device`, made the active one: Triton on a GPU, the references on a CPU."""
     use(of_gpu(device) if device.type == "cuda" else REFERENCE)
     return _active
+
+
+def make_invariant() -> None:
+    """From here on. The references are anyway: they round their sums once."""
+    if _active.triton and not _active.invariant:
+        use(replace(_active, invariant=True, name=f"{_active.name}, batch-invariant"))
 
 
 def of_gpu(device: torch.device) -> Backend:

@@ -9,6 +9,7 @@ Prints a table and exits with 1 when a kernel cannot run or is wrong. What an op
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import logging
@@ -64,7 +65,8 @@ def compile_everything(targets: list[str], only: list[str]) -> list[tuple[str, C
     parts = max(1, 2 * cores // max(1, len(only)))
     jobs = [(target, group, part) for target in targets for group in only for part in range(parts)]
     found: dict[tuple[str, str, str], Compiled] = {}
-    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
+    # Without the collector, which takes an eighth of the time to find that the compiler's trees are still in use.
+    with ProcessPoolExecutor(cores, mp_context=get_context("spawn"), initializer=gc.disable) as pool:
         made = [pool.submit(compile_part, group, target, part, parts) for target, group, part in jobs]
         for (target, _, _), job in zip(jobs, made, strict=True):
             for each in job.result():

@@ -17,7 +17,7 @@ from kernels.rounding import rounded
 
 INTERPRETED = tl.constexpr(backend.INTERPRETED)
 FEW_TOKENS = 64  # up to here a layer is bound by reading its weight
-SOME_TOKENS = 256  # up to here K is cut into the weight's segments
+SOME_TOKENS = backend.INVARIANT_ROWS  # up to here K is cut into the weight's segments
 
 
 class Operands(NamedTuple):

@@ -196,8 +196,8 @@ def _tiles(tokens: int) -> _Tiles:
     """Chosen from shapes alone, so a row's sums do not depend on what else is in the batch."""
     if tokens <= 16:
         return _Tiles(16, 1, 32)
-    if tokens <= 128:
-        return _Tiles(32, 2, 32)
+    if tokens <= 128 or backend.active().cuts_alike(tokens):
+        return _Tiles(32, 2, 32)  # sums of the same spans as above: the same bits
     if tokens <= 1024:
         return _Tiles(64, 4, 128)
     return _Tiles(64, 4, 256)

@@ -77,6 +77,8 @@ def route(
 
 def _route_tiles(count: int, width: int) -> tuple[int, int, int]:
     """(tokens a program, splits of the width, width a step). Few tokens: the 2 MB of the gate need the whole card."""
+    if backend.active().cuts_alike(count):
+        return 16 if count <= 64 else 32, min(16, triton.cdiv(width, 64)), 64
     if count <= 64:
         return 16, min(32 if count <= 16 else 16, triton.cdiv(width, 64)), 64
     if count <= 1024:

@@ -186,16 +186,6 @@ def _keep_top_p(weight: Tensor, top_p: Filter) -> None:
     weight[top_p.rows] = torch.zeros_like(kept).scatter_(1, order, kept)
 
 
-def top_logprobs(logits: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probabilities of `logits` float32 [R, V] as the model gave them: of `chosen` int64 [R], and of the likeliest.
-
-    Gives float32 [R], int64 [R, top_k], float32 [R, top_k], most likely first. top_k may be 0.
-    """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    values, ids = logprobs.topk(min(top_k, logits.shape[1]), dim=-1)
-    return logprobs.gather(1, chosen[:, None])[:, 0], ids, values
-
-
 @dataclass(frozen=True, slots=True)
 class Parameters:
     """What `sample` reads of each row, on the device and of fixed shapes: a captured step finds new values in place.
@@ -221,42 +211,6 @@ class Parameters:
     bias_counts: Tensor  # int32 [R]
     stream: Tensor  # int64 [R], from `noise_stream`
     position: Tensor  # int64 [R], of the new token
-
-    @classmethod
-    def neutral(
-        cls,
-        rows: int,
-        vocab: int,
-        slots: int,
-        device: torch.device | str,
-        forbidden: int = 16,
-        biases: int = 512,
-        drafts: int = 4,
-    ) -> Parameters:
-        """Greedy rows without changes. forbidden, biases, drafts: what a row's lists can hold, powers of two."""
-
-        def filled(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.full(shape, value, dtype=dtype, device=device)
-
-        return cls(
-            temperature=filled(rows, dtype=torch.float64),
-            top_k=filled(rows),
-            top_p=filled(rows, value=1, dtype=torch.float64),
-            min_p=filled(rows, dtype=torch.float64),
-            presence=filled(rows, dtype=torch.float32),
-            frequency=filled(rows, dtype=torch.float32),
-            repetition=filled(rows, value=1, dtype=torch.float32),
-            slots=filled(rows, dtype=torch.int64),
-            counts=filled(slots, vocab),
-            drafts=filled(rows, drafts, value=-1, dtype=torch.int64),
-            forbidden=filled(rows, forbidden),
-            forbidden_counts=filled(rows),
-            bias_ids=filled(rows, biases),
-            bias_values=filled(rows, biases, dtype=torch.float32),
-            bias_counts=filled(rows),
-            stream=filled(rows, dtype=torch.int64),
-            position=filled(rows, dtype=torch.int64),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +259,14 @@ def sample_reference(logits: Tensor, parameters: Parameters, draws: bool, edits:
         ids = ids.index_copy(0, rows, torch.where(peak[rows].isfinite(), drawn, ids[rows]))
     if tops < 0:
         return Sampled(ids, model_peak, peak, torch.zeros_like(peak), ids.new_empty(len(ids), 0), peak.new_empty(len(ids), 0))
-    return Sampled(ids, model_peak, peak, *top_logprobs_in_order(logits, ids, tops))
+    return Sampled(ids, model_peak, peak, *top_logprobs(logits, ids, tops))
 
 
-def top_logprobs_in_order(logits: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`top_logprobs` with the lowest ids first on ties."""
+def top_logprobs(logits: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probabilities of `logits` float32 [R, V] as the model gave them: of `chosen` int64 [R], and of the likeliest.
+
+    Gives float32 [R], int64 [R, top_k], float32 [R, top_k], most likely first and lowest ids first on ties. top_k may be 0.
+    """
     logprobs = torch.log_softmax(logits, dim=-1)
     if top_k:
         ids = logprobs.argsort(dim=-1, descending=True, stable=True)[:, :top_k]

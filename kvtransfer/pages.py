@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SeqKV:
-    """A sequence's whole KV: one slot, its page table, and how many tokens are in it."""
+    """A sequence's whole KV: one slot and its page table."""
 
     slot: int
     pages: list[int] = field(default_factory=list)
-    length: int = 0
 
 
 class PagePool:
@@ -97,4 +96,4 @@ class PagePool:
         """Gives back a sequence's slot and its references to pages; `kv` is empty afterwards."""
         self.drop_pages(kv.pages)
         self.drop_slot(kv.slot)
-        kv.pages, kv.slot, kv.length = [], 0, 0
+        kv.pages, kv.slot = [], 0

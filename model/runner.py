@@ -89,6 +89,13 @@ class Runner:
             **self.layout.identity(),
         }
 
+    def make_invariant(self, most_rows: int) -> None:
+        """From here on a token's result has the same bits whatever else is in its step. most_rows: of the largest step; where
+        that is too large for it to hold, a warning says so."""
+        backend.make_invariant()
+        if backend.active().triton and most_rows > backend.INVARIANT_ROWS:
+            _log.warning("steps of more than %d rows are not batch-invariant", backend.INVARIANT_ROWS)
+
     @torch.inference_mode()
     def warm_up(self, steps: Iterable[Sequence[int]]) -> None:
         """Compiles the kernels of steps, each given by how many tokens each of its sequences has, on page 0 and slot 0, which

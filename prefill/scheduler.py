@@ -247,7 +247,6 @@ class Scheduler:
 
     def _push(self, prompt: Prompt, final: bool) -> None:
         assert prompt.kv is not None
-        prompt.kv.length = prompt.computed
         self._sender.push(prompt.key, prompt.kv.pages, prompt.kv.slot, prompt.computed, final)
 
     def _fail(self, prompt: Prompt, cause: str, reason: str, retryable: bool) -> None:

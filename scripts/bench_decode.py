@@ -33,7 +33,7 @@ from model.config import ModelConfig
 from model.memory import tokens_in
 from model.runner import Runner
 from scripts.decode_floor import read_gb_per_s, step_bytes
-from scripts.decode_forms import equal_rows, one_form
+from scripts.decode_forms import cut_by_rows, equal_rows
 from scripts.decode_peer import DECODE_MS, KV_BYTES, KV_TOKENS, LIMIT_MS, PREFILL_TOKENS_PER_S
 from scripts.decode_profile import recorded, summary
 from scripts.decode_steps import MOST_STEPS, Steps, fill_memory, indexer_of_the_maximum, last_positions
@@ -45,6 +45,7 @@ SECTIONS = ("decode", "limit", "bits", "prefill", "profile", "capacity")
 TINY_CONFIG = Path(__file__).parent.parent / "bundled" / "tiny" / "config.json"
 WORKSPACE_BYTES = 2 << 30
 RESERVED_BYTES = 20 << 30  # beside weights and KV memory: workspace, a chunk's activations, what graphs and libraries keep
+BITS_TOKENS = 4  # of a sequence in a step, in the section of that name
 CPU_PAGES = 64
 PAGE_TOKENS = 256
 WARM_STEPS = 4
@@ -135,6 +136,7 @@ class Bench:
         pages = self._pages(most)
         checkpoint = RandomCheckpoint(self.model, self.config.device)
         self.runner = Runner(checkpoint, self.config.device, page_tokens=PAGE_TOKENS, num_pages=pages, num_slots=most + 1)
+        self.runner.make_invariant(most)  # as a worker
         fill_memory(self.runner)
         self.workspace = Workspace(WORKSPACE_BYTES, self.config.device) if backend.active().triton else None
         if self.config.device == "cuda":
@@ -199,22 +201,34 @@ class Bench:
         return named | {"vllm_graph_ms": peer and peer[0], "vllm_wall_ms": peer and peer[1]}
 
     def bits(self) -> Iterator[Figures]:
-        """Whether the first sequences of the largest batch get the same logits in smaller ones; and the same, and how long a
-        step takes, where every operation is cut as for the largest."""
+        """Whether sequences get the same logits in a smaller batch as in the largest, and with four tokens of each in a step as
+        token by token; and how long a step takes, as the engine cuts it and as would suit its number of rows."""
         *few, most = sorted(self.config.numbers("batches"))
         context, base_ms = self.config.numbers("contexts")[:2][-1], dict[int, float]()
-        for form in ("by rows", "one"):
-            with one_form(most) if form == "one" else nullcontext():
+        for form in ("by rows", "invariant"):
+            with cut_by_rows() if form == "by rows" else nullcontext():
                 steps = self._steps(self.config.limit, [*few, most])
                 if not self._fits(steps, most, context):
                     continue
-                together = steps.logits(most)
-                compared = {batch: equal_rows(steps.logits(batch), together) for batch in few}
-                for batch in (batch for batch in few if self._fits(steps, batch, context)):
+                compared = {batch: self._bits_of(steps, batch, most) for batch in (*few, most)}
+                for batch in (batch for batch in compared if self._fits(steps, batch, context)):
                     step_ms = steps.step_ms(self.config.replays)
                     base_ms.setdefault(batch, step_ms)
-                    named = {"batch": batch, "beside": most, "context": context, "form": form}
-                    yield named | compared[batch] | {"step_ms": step_ms, "step_ratio": step_ms / base_ms[batch]}
+                    named = {"batch": batch, "context": context, "form": form}
+                    yield named | {"step_ms": step_ms, "step_ratio": step_ms / base_ms[batch]} | compared[batch]
+
+    def _bits_of(self, steps: Steps, batch: int, most: int) -> Figures:
+        """Of a step that is prepared for `most` sequences."""
+        singles = [steps.logits(batch, behind=behind) for behind in range(BITS_TOKENS)]
+        figures: Figures = {}
+        if batch < most:
+            figures |= {
+                f"beside {most}: {name}": each for name, each in equal_rows(singles[0], steps.logits(most)[:batch]).items()
+            }
+        if batch * BITS_TOKENS <= backend.INVARIANT_ROWS:
+            found = equal_rows(steps.logits(batch, BITS_TOKENS), torch.stack(singles, 1).flatten(0, 1))
+            figures |= {f"{BITS_TOKENS} tokens: {name}": each for name, each in found.items()}
+        return figures
 
     def prefill(self) -> Iterator[Figures]:
         """Prompts alone, and two that queue: then the second one's first chunk starts while the GPU is at the first one's."""

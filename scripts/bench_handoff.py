@@ -59,6 +59,7 @@ class BenchConfig:
     chunk_tokens: int = option(0, help="tokens of a prefill chunk; 0: the worker's own choice")
     transport: str = option("auto", help="how KV travels; several with commas between them: one after another")
     starts: int = option(2, help="starts of the whole system at least; the first may compile")
+    router_args: str = option("", help="further flags for the router, in one string")
     prefill_args: str = option("", help="further flags for the prefill worker, in one string")
     decode_args: str = option("", help="further flags for the decode worker, in one string")
     json: str = option("", help="also write the figures to this file")
@@ -89,7 +90,7 @@ class BenchConfig:
             str(model),
             port=0,
             device=self.device,
-            router_args="--timeline",
+            router_args=f"--timeline {self.router_args}",
             prefill_args=flags + chunk + self.prefill_args,
             decode_args=flags + self.decode_args,
         )

@@ -1,7 +1,8 @@
 """What speculation is worth: tokens a step and time a token, on a model whose drafts are real and at the released widths.
 
-``python -m scripts.bench_speculate`` continues held-out text with the bundled model, with 0 to 3 drafts a step in turn, and
-compares two ways to accept a draft of a drawn text: when it is the token that is drawn, and rejection sampling. With
+``python -m scripts.bench_speculate`` continues held-out text with the bundled model, with 0 to 3 drafts a step in turn and
+with as many as a worker chooses by itself, once with drafts that are never right; and it compares two ways to accept a draft
+of a drawn text: when it is the token that is drawn, and rejection sampling. With
 ``--device cuda`` it also makes a model of DeepSeek-V4-Flash's widths and few layers in memory, whose drafts are random, and
 times its steps of one to four tokens a sequence: what a draft costs there, and the speed that follows for an acceptance.
 """
@@ -15,8 +16,10 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -25,6 +28,8 @@ from tokenizers import Tokenizer
 from decode.engine import Engine
 from decode.graphs import CudaRecorder, Graphs
 from decode.sequence import Sequence
+from decode.speculation import Speculation
+from decode.step import PLAIN, STORING, Shape
 from kernels import backend
 from kernels.sequences import MOST_DRAFTS, SequenceTable
 from kernels.workspace import Workspace
@@ -48,6 +53,7 @@ from wire.options import option, parse
 PAGE_TOKENS = 256
 TEMPERATURES = (0.3, 0.7, 1.0)
 ACCEPTED_PROMPTS, ACCEPTED_TOKENS = 16, 240  # of held-out text
+CHOSEN, CHOSEN_WRONG = "chosen", "chosen, none right"
 ACCEPTANCES = (0.8, 0.6, 0.4)  # of the draft at each position, when those before it are
 
 
@@ -60,6 +66,7 @@ class BenchConfig:
     prompt_tokens: int = option(96, help="held-out text before what is generated")
     tokens: int = option(64, help="tokens that every sequence gets in a round")
     rounds: int = option(3, help="how often the numbers of drafts take turns")
+    chosen_rounds: int = option(32, help="rounds of a worker that chooses by itself, beside one without speculation; 0: none")
     temperature: float = option(0.0, help="of the sampled text; 0: greedy")
     layers: int = option(8, help="layers of the model of the released widths; 0: without it")
     widths: str = option("v4-flash", help="tiny: those of bundled/tiny, also on a CPU", choices=("v4-flash", "tiny"))
@@ -81,6 +88,30 @@ class BenchConfig:
         return [int(each) for each in getattr(self, name).split(",")]
 
 
+Landed = Callable[[int, Shape, float, list[tuple[int, int]]], None]
+
+
+@dataclass
+class Taken:
+    """Of steps: seconds, and the tokens that each brought each sequence."""
+
+    seconds: list[float] = field(default_factory=list)
+    counts: list[list[int]] = field(default_factory=list)
+
+    def add(self, other: Taken) -> None:
+        self.seconds += other.seconds
+        self.counts += other.counts
+
+    @property
+    def all_counts(self) -> list[int]:
+        return [count for each in self.counts for count in each]
+
+    @property
+    def length(self) -> float:
+        """Tokens that a step brings a sequence."""
+        return statistics.fmean(self.all_counts)
+
+
 @cache
 def held_out_world() -> World:
     return held_out(Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json")))
@@ -92,6 +123,7 @@ class Bundled:
     def __init__(self, config: BenchConfig, batch: int) -> None:
         self.config, self.batch = config, batch
         self.runner = Runner(str(BUNDLED_MODEL), config.device, num_pages=batch + 1, num_slots=batch + 1)
+        self.runner.make_invariant(batch)  # as a worker
         world, rng = held_out_world(), random.Random(HELD_OUT_SEED)
         self.rounds = [
             [world.story_sequence(rng, config.prompt_tokens).ids.tolist() for _ in range(batch)] for _ in range(config.rounds)
@@ -107,29 +139,32 @@ class Bundled:
         graphs = Graphs(self.runner, table, self.batch, range(1, drafts + 2), recorder, [self.batch])
         return Engine(table, graphs, spare_pages=1, depth=int(cuda))
 
-    def round(self, number: int, drafts: int, paused: bool = False) -> tuple[list[float], list[list[int]]]:
-        """Continues the prompts of a round: the seconds of each step, and the tokens that it brought each sequence. The first
-        step, which has no drafts yet, and those after the first sequence is complete are left out. On a CPU seconds are those
-        of this process, whatever else the machine does meanwhile. paused: with steps of one token, as a worker's that could
-        speculate and does not."""
+    def round(self, number: int, drafts: int, shape: Callable[[], Shape], landed: Landed = lambda *args: None) -> Taken:
+        """Continues the prompts of a round with the engine for so many drafts. shape: of the next step; what `landed` is called
+        with: decode.speculation. The first step, which has no drafts yet, and those after the first sequence is complete are
+        left out of what is given. On a CPU seconds are those of this process, whatever else the machine does meanwhile."""
         clock = time.process_time if self.config.device == "cpu" else time.perf_counter
-        prompts = self.rounds[number]
+        prompts = self.rounds[number % len(self.rounds)]
         self._prefill(prompts)
         engine, sequences = self.engines[drafts], self._sequences(prompts)
-        seconds, counts, last_s = [], [], 0.0
+        taken, last_s = Taken(), clock()
         while all(sequence.generated < self.config.tokens for sequence in sequences):
-            engine.launch(sequences, 1 if paused else drafts + 1)
+            engine.launch(sequences, shape())
             if engine.in_flight > engine.depth:
+                landing = engine.next_shape
                 found, choices = engine.collect()
                 now_s = clock()
                 for sequence, choice in zip(found, choices, strict=True):
                     sequence.extend(choice.tokens)
-                seconds.append(now_s - last_s)
-                counts.append([len(choice.tokens) for choice in choices])
+                counts = [len(choice.tokens) for choice in choices]
+                outcomes = [(choice.drafts, count - 1) for choice, count in zip(choices, counts, strict=True)]
+                landed(self.batch, landing, now_s - last_s, outcomes)
+                taken.seconds.append(now_s - last_s)
+                taken.counts.append(counts)
                 last_s = now_s
         while engine.in_flight:
             engine.collect()
-        return seconds[1:], counts[1:]
+        return Taken(taken.seconds[1:], taken.counts[1:])
 
     def _prefill(self, prompts: list[list[int]]) -> None:
         engine = PrefillEngine(self.runner)
@@ -162,29 +197,64 @@ class Bundled:
 
 
 def bundled(config: BenchConfig) -> list[Figures]:
-    """A row for each batch and number of drafts."""
+    """A row for each batch and number of drafts; of the steps of one token that a worker with the most drafts runs, in a pause
+    and behind one; and of what it chooses by itself."""
     rows = []
     for batch in config.numbers("batches"):
         side = Bundled(config, batch)
-        seconds: dict[int, list[float]] = {drafts: [] for drafts in side.engines}
-        counts: dict[int, list[int]] = {drafts: [] for drafts in side.engines}
-        paused: list[float] = []
+        most = max(side.engines)
+        shapes = {drafts: Shape(drafts + 1, stores=drafts > 0) for drafts in side.engines}
+        fixed = {str(drafts): (drafts, shape) for drafts, shape in shapes.items()}
+        fixed |= {"paused": (most, PLAIN), "stores": (most, STORING)}
+        taken = {name: Taken() for name in fixed}
         for number in range(config.rounds):
-            for drafts in side.engines:
-                taken, brought = side.round(number, drafts)
-                seconds[drafts] += taken
-                counts[drafts] += [count for each in brought for count in each]
-            paused += side.round(number, max(side.engines), paused=True)[0]
-        plain_s = statistics.median(seconds[0])
-        for drafts in side.engines:
-            step_s, length = statistics.median(seconds[drafts]), statistics.fmean(counts[drafts])
-            row: Figures = {"batch": batch, "drafts": drafts, "tokens_a_step": length, "step_ms": 1000 * step_s}
+            for name, (drafts, shape) in fixed.items():
+                taken[name].add(side.round(number, drafts, lambda shape=shape: shape))  # type: ignore[misc]
+        plain_s = statistics.median(taken["0"].seconds)
+        found = []
+        for name, (_, shape) in fixed.items():
+            step_s, length = statistics.median(taken[name].seconds), taken[name].length
+            row: Figures = {"batch": batch, "drafts": name, "tokens_a_step": length, "step_ms": 1000 * step_s}
             row |= {"step_ratio": step_s / plain_s, "tokens_per_s": batch * length / step_s}
-            rows.append(row | {"speed_up": length * plain_s / step_s} | by_position(counts[drafts], drafts))
+            found.append(row | {"speed_up": length * plain_s / step_s} | by_position(taken[name].all_counts, shape.tokens - 1))
+        found += chosen(side) if config.chosen_rounds else []
+        for row in found:
             print(row, file=sys.stderr, flush=True)
-        paused_s = statistics.median(paused)
-        rows.append({"batch": batch, "drafts": "paused", "step_ms": 1000 * paused_s, "step_ratio": paused_s / plain_s})
+        rows += found
     return rows
+
+
+def chosen(side: Bundled) -> list[Figures]:
+    """A worker's own choice, from its first step on, by all the seconds of its steps and of those of a worker without
+    speculation, in turn; and with drafts that are not right."""
+    most, off = max(side.engines), Taken()
+    workers = [(name, Speculation(most, [side.batch]), Taken()) for name in (CHOSEN, CHOSEN_WRONG)]
+    for number in range(side.config.chosen_rounds):
+        off.add(side.round(number, 0, lambda: PLAIN))
+        for name, speculation, taken in workers:
+            with no_sight(side.runner) if name == CHOSEN_WRONG else nullcontext():
+                shape = partial(speculation.shape, side.batch)
+                taken.add(side.round(number, most, shape, speculation.landed))
+    rows: list[Figures] = []
+    for name, _, taken in workers:
+        step_s, off_s = statistics.fmean(taken.seconds), statistics.fmean(off.seconds)
+        row: Figures = {"batch": side.batch, "drafts": name, "tokens_a_step": taken.length, "step_ms": 1000 * step_s}
+        row |= {"step_ratio": step_s / off_s, "tokens_per_s": side.batch * taken.length / step_s}
+        rows.append(row | {"speed_up": taken.length * off_s / step_s})
+    return rows
+
+
+@contextmanager
+def no_sight(runner: Runner) -> Iterator[None]:
+    """The MTP layer is given zeros: what it drafts costs what it costs and is the same token whatever comes."""
+    assert runner.mtp is not None
+    norms = runner.mtp.token_norm, runner.mtp.stream_norm
+    before = [norm.clone() for norm in norms]
+    for norm in norms:
+        norm.zero_()
+    yield
+    for norm, kept in zip(norms, before, strict=True):
+        norm.copy_(kept)
 
 
 def by_position(counts: list[int], drafts: int) -> dict[str, float]:
@@ -232,21 +302,21 @@ def released(config: BenchConfig) -> list[Figures]:
     pages = 1 + max(batches) * -(-(config.context + MOST_STEPS) // PAGE_TOKENS)
     checkpoint = RandomCheckpoint(model, config.device)
     runner = Runner(checkpoint, config.device, page_tokens=PAGE_TOKENS, num_pages=pages, num_slots=max(batches) + 1)
+    runner.make_invariant(max(batches))
     fill_memory(runner)
     workspace = Workspace(WORKSPACE_BYTES, config.device) if backend.active().triton else None
-    without = Steps(runner, workspace, config.context + 2 * MOST_STEPS, batches)  # whose steps know nothing of the MTP layer
     steps = Steps(runner, workspace, config.context + 2 * MOST_STEPS, batches, range(1, max(drafts) + 2))
     for batch in batches:
-        without.prepare(batch, config.context)
-        plain_ms = without.step_ms(config.replays, greedy=True)
         steps.prepare(batch, config.context)
+        plain_ms = steps.step_ms(config.replays, greedy=True)
         contexts = (last_positions(batch, config.context) + 1).tolist()
-        for count in drafts:
+        for count, stores in [(count, count > 0) for count in drafts] + [(0, True)]:
             asked = steps.experts_verified(count + 1)
             moved = step_bytes(model, contexts, asked)
-            step_ms = steps.step_ms(config.replays, greedy=True, tokens=count + 1) if count else plain_ms
+            step_ms = steps.step_ms(config.replays, greedy=True, shape=Shape(count + 1, stores)) if stores else plain_ms
             row: Figures = {"layers": config.layers, "batch": batch, "context": config.context, "tokens": count + 1}
-            row |= {"step_ms": step_ms, "step_ratio": step_ms / plain_ms, "experts_asked": statistics.fmean(asked)}
+            row |= {"stores": str(stores).lower(), "step_ms": step_ms, "step_ratio": step_ms / plain_ms}
+            row |= {"experts_asked": statistics.fmean(asked)}
             row |= {"experts_of_verified_bytes": moved.experts / moved.step}
             row |= {f"speed_up_{rate}": expected(rate, count) * plain_ms / step_ms for rate in ACCEPTANCES}
             rows.append(row)

@@ -18,11 +18,12 @@ from decode.engine import Engine
 from decode.graphs import GREEDY, CudaRecorder, Graphs
 from decode.sampling import Wishes
 from decode.sequence import Sequence
+from decode.step import PLAIN, Shape
 from kernels import experts, workspace
 from kernels.indexer import Entries, select_entries
 from kernels.ragged import Ragged
 from kernels.rows import IndexRow, planes
-from kernels.sequences import SequenceTable
+from kernels.sequences import MOST_DRAFTS, SequenceTable
 from kernels.timing import capture, repeated_us
 from kernels.workspace import Workspace
 from kvtransfer.pages import SeqKV
@@ -134,10 +135,10 @@ class Steps:
         """Of one forward pass on the device: no vocabulary, no sampling."""
         return self._device_ms(self._launch_forward, replays)
 
-    def step_ms(self, replays: int, greedy: bool = False, tokens: int = 1) -> float:
+    def step_ms(self, replays: int, greedy: bool = False, shape: Shape = PLAIN) -> float:
         """Of one whole step on the device, as the engine captured it."""
-        asks = GREEDY if greedy else Wishes(self._sequences).asks()
-        return self._device_ms(lambda: self._graphs.run(len(self._sequences), tokens, asks), replays)
+        asks = replace(GREEDY if greedy else Wishes(self._sequences).asks(), stores=shape.stores)
+        return self._device_ms(lambda: self._graphs.run(len(self._sequences), shape.tokens, asks), replays)
 
     def run(self, steps: int) -> float:
         """Seconds that so many more steps of the engine take with the host in the loop, from the launch of the first until the
@@ -163,10 +164,22 @@ class Steps:
             torch.cuda.synchronize(self._runner.device)
 
     @torch.inference_mode()
-    def logits(self, rows: int) -> Tensor:
-        """float32 [rows, vocab]: what comes behind the first sequences, in a step of them alone."""
-        first = {name: getattr(self._batch, name)[:rows] for name in ("tokens", "positions", "sequence_ids", "starts", "slots")}
-        few = Batch(**first, cu_tokens=self._batch.cu_tokens[: rows + 1], page_table=self._batch.page_table[:rows], longest=1)
+    def logits(self, rows: int, tokens: int = 1, behind: int = 0) -> Tensor:
+        """float32 [rows * tokens, vocab]: what comes behind each of some tokens of the first sequences, in a step of those
+        alone. behind: how many of a sequence's new tokens, which are random, come before them."""
+        device, shape = self._runner.device, (len(self._batch.slots), MOST_DRAFTS + 1)
+        every = torch.randint(self._runner.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+        starts = self._batch.starts[:rows] + behind
+        few = Batch(
+            tokens=every[:rows, behind : behind + tokens].flatten().to(device),
+            positions=(starts[:, None] + torch.arange(tokens, device=device)).flatten(),
+            sequence_ids=torch.arange(rows, device=device).repeat_interleave(tokens),
+            starts=starts,
+            cu_tokens=torch.arange(rows + 1, device=device) * tokens,
+            slots=self._batch.slots[:rows],
+            page_table=self._batch.page_table[:rows],
+            longest=tokens,
+        )
         with nullcontext() if self._workspace is None else self._workspace.active():
             return self._runner.logits(self._runner.forward(few)).clone()
 
@@ -203,7 +216,7 @@ class Steps:
             prompt_tokens=position + 1,
             sampling=SamplingParams(max_tokens=1 << 30, seed=row, temperature=1.0, ignore_eos=True),
             eos_token_id=self._runner.config.eos_token_id,
-            kv=SeqKV(row + 1, pages, position),
+            kv=SeqKV(row + 1, pages),
             router_inbox="",
             deadline_s=math.inf,
             arrived_s=0.0,

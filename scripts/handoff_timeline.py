@@ -23,12 +23,12 @@ class Way:
     @property
     def handoff_s(self) -> float:
         """From the end of the last chunk to decode's first step."""
-        return self._at("decode", "first_step") - self._last_chunk_s
+        return self.at("decode", "first_step") - self._last_chunk_s
 
     @property
     def prefill_s(self) -> float:
         """From the beginning of the first chunk to the end of the last one, on the device."""
-        return self._last_chunk_s - self._at("prefill", "computing")
+        return self._last_chunk_s - self.at("prefill", "computing")
 
     @property
     def ratio(self) -> float:
@@ -36,7 +36,7 @@ class Way:
 
     @property
     def ttft_s(self) -> float:
-        return self.token_s[0] - self._at("client", "sent")
+        return self.token_s[0] - self.at("client", "sent")
 
     @property
     def step_s(self) -> float:
@@ -45,16 +45,16 @@ class Way:
 
     def figures(self) -> dict[str, float]:
         """Milliseconds. What follows the last chunk is counted from its end."""
-        tokens = sum(moment.counts["tokens"] for moment in self._all("prefill", "computed"))
+        tokens = sum(moment.counts["tokens"] for moment in self.all_of("prefill", "computed"))
         since = {
-            "in_place_ms": self._all("kvtransfer", "in_place")[-1].at_s,
-            "ready_ms": self._at("decode", "ready"),
-            "arrived_ms": self._at("decode", "arrived"),
-            "first_step_ms": self._at("decode", "first_step"),
-            "first_token_ms": self._at("decode", "first_token"),
+            "in_place_ms": self.all_of("kvtransfer", "in_place")[-1].at_s,
+            "ready_ms": self.at("decode", "ready"),
+            "arrived_ms": self.at("decode", "arrived"),
+            "first_step_ms": self.at("decode", "first_step"),
+            "first_token_ms": self.at("decode", "first_token"),
         }
         return {
-            "before_prefill_ms": 1e3 * (self._at("prefill", "computing") - self._at("client", "sent")),
+            "before_prefill_ms": 1e3 * (self.at("prefill", "computing") - self.at("client", "sent")),
             "prefill_ms": 1e3 * self.prefill_s,
             "prefill_tokens_per_s": tokens / self.prefill_s,
             **{name: 1e3 * (at_s - self._last_chunk_s) for name, at_s in since.items()},
@@ -65,7 +65,7 @@ class Way:
 
     def lines(self) -> list[str]:
         """A table: milliseconds since the client sent the request, who, what."""
-        begin_s = self._at("client", "sent")
+        begin_s = self.at("client", "sent")
         lines = ["| ms | where | what |", "|---|---|---|"]
         for moment in self.moments:
             counts = ", ".join(f"{count:,} {name}" for name, count in moment.counts.items() if name != "sample")
@@ -73,19 +73,20 @@ class Way:
             lines.append(f"| {1e3 * (moment.at_s - begin_s):.2f} | {moment.where} | {what} |")
         return lines
 
-    @property
-    def _last_chunk_s(self) -> float:
-        return self._all("prefill", "computed")[-1].at_s
-
-    def _at(self, where: str, event: str) -> float:
+    def at(self, where: str, event: str) -> float:
         """When it happened first. Raises ValueError when it did not."""
-        return self._all(where, event)[0].at_s
+        return self.all_of(where, event)[0].at_s
 
-    def _all(self, where: str, event: str) -> list[Moment]:
+    def all_of(self, where: str, event: str) -> list[Moment]:
+        """In order of time, one at least. Raises ValueError when there is none."""
         found = [moment for moment in self.moments if (moment.where, moment.event) == (where, event)]
         if not found:
             raise ValueError(f"no {where} of this request says {event!r}: were all started with --timeline?")
         return found
+
+    @property
+    def _last_chunk_s(self) -> float:
+        return self.all_of("prefill", "computed")[-1].at_s
 
 
 def logged(logs: Iterable[Path]) -> list[Moment]:
@@ -98,10 +99,10 @@ def way_of(moments: list[Moment], tokens: int, sent_s: float, token_s: list[floa
     """The way of the request of so many tokens that a client sent then; None while its last lines are not there. Raises
     ValueError when it took more than one attempt: its times are not those of a hand-off."""
     later = [moment for moment in moments if moment.at_s >= sent_s]
-    sent = [m for m in later if (m.where, m.event, m.counts.get("tokens")) == ("router", "sent", tokens)]
-    if len(sent) > 1:
-        raise ValueError(f"the request was tried {len(sent)} times; the logs say why")
-    mine = [m for m in later if sent and (m.rid, m.attempt) == (sent[0].rid, sent[0].attempt)]
+    sent = next((m for m in later if (m.where, m.event, m.counts.get("tokens")) == ("router", "sent", tokens)), None)
+    mine = [moment for moment in later if sent is not None and moment.rid == sent.rid]
+    if any(moment.attempt for moment in mine):
+        raise ValueError("the request took more than one attempt; the logs say why")
     computed = sum(m.counts["tokens"] for m in mine if m.event == "computed")
     if computed < tokens - 1 or ("decode", "finished") not in {(m.where, m.event) for m in mine}:
         return None

@@ -27,7 +27,3 @@ else
 fi
 # Our packages, and never a folder of the caller's that happens to be called `model` or `router`.
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
-
-# libzmq mallocs every frame it receives; with glibc's defaults each large one is mapped and unmapped again (10k page
-# faults per 64 MiB). These keep the memory, and must be set before the process starts.
-export MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=1073741824

@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from kernels import backend  # noqa: E402
+from kernels import backend
 
 
 @pytest.fixture(autouse=True)

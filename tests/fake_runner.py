@@ -90,6 +90,8 @@ class FakeRunner:
         self._tokens = self.arena.page_field(self.layout.page[0]).view(torch.int64)[:, :, 0]
         self._ring = self.arena.slot_field(self.layout.slot[0]).view(torch.int64)[:, :, 0]
 
+    def make_invariant(self, most_rows: int) -> None: ...
+
     def identity(self) -> dict[str, object]:
         return {"config": self._name, **self.layout.identity()}
 
@@ -123,6 +125,9 @@ class FakeRunner:
     def logits(self, streams: Tensor) -> Tensor:
         return fake_logits(streams[:, 0, 0])
 
+    def make_streams(self, rows: int) -> Tensor:
+        return torch.zeros(rows, 1, 1, dtype=torch.int64)
+
 
 class FakeDrafter(FakeRunner):
     """With an MTP layer, whose KV is the checksum of each position's history and the token behind it, in a ring of the slot.
@@ -133,9 +138,6 @@ class FakeDrafter(FakeRunner):
         config = replace(CONFIG, num_nextn_predict_layers=1, compress_ratios=(0, 0))
         super().__init__(page_tokens, num_pages, num_slots, name, config, [ring])
         self._drafted = self.arena.slot_field(self.layout.slot[1]).view(torch.int64)[:, :, 0]
-
-    def make_streams(self, rows: int) -> Tensor:
-        return torch.zeros(rows, 1, 1, dtype=torch.int64)
 
     def store_draft_rows(self, streams: Tensor, next_tokens: Tensor, batch: Batch) -> None:
         self.draft_streams(streams, next_tokens, batch)

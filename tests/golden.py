@@ -56,6 +56,15 @@ def case(name: str) -> Any:
     return verify().Case(str(FOLDER / name))
 
 
+def goes_on_like(name: str, which: str, tokens: Sequence[int], most: int = 32) -> bool:
+    """Whether greedy `tokens`, `most` at most, are the stored ones behind a prompt: on kernels up to where the stored logits
+    nearly tie, as roundings may decide there, and everything behind."""
+    stored, limits = case(name).prompts[which], case(name).js["tolerance"][case(name).js["default_profile"]]
+    places = zip(tokens, stored["tokens"], stored["gaps"], strict=False)  # a text may end early behind a tie
+    gap = next((gap for ours, theirs, gap in places if ours != theirs), None)
+    return len(tokens) == min(most, len(stored["tokens"])) if gap is None else not EXACT and gap <= limits["tie_gap"]
+
+
 def model_dir(name: str, folder: str = "model") -> str:
     return str(FOLDER / name / folder)
 

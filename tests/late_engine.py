@@ -20,7 +20,7 @@ from decode.graphs import Graphs
 from decode.room import make_engine
 from decode.sampling import Choice
 from decode.sequence import Sequence
-from decode.step import Asks, Step
+from decode.step import PLAIN, Asks, Shape, Step
 from kernels.sequences import MOST_DRAFTS
 from tests.fake_runner import FakeRunner, checksum, fake_logits
 
@@ -88,12 +88,12 @@ class LateEngine(Engine):
         return cls(engine, LateGraphs(engine._graphs, spare_rows), runner)
 
     @torch.inference_mode()
-    def launch(self, sequences: list[Sequence], tokens: int = 1) -> None:
+    def launch(self, sequences: list[Sequence], shape: Shape = PLAIN) -> None:
         if self.runner.fail_launches:
             self.runner.fail_launches -= 1
             raise RuntimeError("the fake runner was told to fail")
         self._late.sequences = list(sequences)
-        super().launch(sequences, tokens)
+        super().launch(sequences, shape)
         self.queue.append(self._end)
         self._launched += 1
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from decode.engine import Engine
 from decode.graphs import Graphs
 from decode.sequence import Sequence
+from decode.step import Shape
+from kernels import backend
 from kernels.rows import read_rows
 from kernels.sequences import MOST_DRAFTS, SequenceTable
 from kvtransfer.pages import SeqKV
@@ -43,6 +45,7 @@ def sequence_of(slot: int, ids: Many[int], sampling: SamplingParams, sample: int
 
 def make_engine(model: Runner, rows: int, tokens: Many[int] = range(1, MOST_DRAFTS + 2)) -> Engine:
     """An engine over a table of its own. tokens: as in Graphs; more than one is speculation."""
+    backend.make_invariant()
     table = SequenceTable.make(rows, len(model.arena.slots), WIDTH, model.config.vocab_size, model.device)
     return Engine(table, Graphs(model, table, rows, tokens), SPARE_PAGES, depth=0)
 
@@ -61,10 +64,10 @@ class Said:
     def texts(self) -> list[list[int]]:
         return [sequence.tokens[sequence.prompt_tokens :] for sequence in self.sequences]
 
-    def advance(self, engine: Engine, tokens: int) -> None:
+    def advance(self, engine: Engine, tokens: int, stores: bool = True) -> None:
         """One step of everything that is not over."""
         running = [row for row, end in enumerate(self.ends) if not end]
-        engine.launch([self.sequences[row] for row in running], tokens)
+        engine.launch([self.sequences[row] for row in running], Shape(tokens, stores))
         _, choices = engine.collect()
         for row, choice in zip(running, choices, strict=True):
             assert choice.tokens and not choice.error

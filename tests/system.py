@@ -30,6 +30,9 @@ Result = TypeVar("Result")
 def running(model: str = TINY, *, prefill: int = 1, decode: int = 1, **arguments: str) -> Iterator[Server]:
     """A served `model` on a free port; `arguments` are LocalConfig's (router_args, prefill_args, decode_args)."""
     timeout_s = 120 if DEVICE == "cpu" else 900  # a GPU compiles its kernels first
+    if DEVICE == "cuda":  # as many pages as on a CPU: what is free is not a system's alone, tests run several
+        for pool in ("prefill_args", "decode_args"):
+            arguments[pool] = f"--num-pages 1024 {arguments.get(pool, '')}"
     system = System(LocalConfig(model, port=0, prefill=prefill, decode=decode, device=DEVICE, timeout_s=timeout_s, **arguments))
     try:
         yield Server(system.start(), system)

@@ -16,11 +16,12 @@ import torch
 
 import kernels
 from decode.sampling import Choice
-from kernels import attention, backend, hyper, route
+from kernels import backend
+from kernels.cases.sample import neutral
 from kernels.indexer import select_entries
 from kernels.launch import launches_go_to
-from kernels.rows import KVRow, planes
-from kernels.sample import Parameters, noise_stream, sample
+from kernels.rows import planes
+from kernels.sample import noise_stream, sample
 from kernels.workspace import Workspace
 from model import indexer
 from model.batch import Batch, Row
@@ -30,7 +31,7 @@ from model.runner import Runner
 from scripts import decode_steps
 from scripts.bench_decode import SECTIONS, BenchConfig, capacity, run, table
 from scripts.decode_floor import step_bytes
-from scripts.decode_forms import equal_rows, one_form
+from scripts.decode_forms import equal_rows
 from scripts.decode_profile import GROUP_OF, Work, exclusive_times, summary
 from scripts.decode_steps import (
     Steps,
@@ -90,35 +91,29 @@ def test_the_short_form() -> None:
 def test_bits_alone_and_in_a_batch() -> None:
     """The references do not look at the number of rows."""
     figures = run(parse(BenchConfig, "bench_decode", [*SHORT, "--batches", "3,1", "--only", "bits"]))
-    assert [(row["form"], row["batch"], row["beside"]) for row in figures["bits"]] == [("by rows", 1, 3), ("one", 1, 3)]
+    forms = [(row["form"], row["batch"]) for row in figures["bits"]]
+    assert forms == [("by rows", 1), ("by rows", 3), ("invariant", 1), ("invariant", 3)]
     for row in figures["bits"]:
-        assert (row["same_bits"], row["same_token"], row["apart"]) == (1.0, 1.0, 0.0) and row["step_ratio"] > 0
+        beside = ["beside 3: "] if row["batch"] == 1 else []
+        for name in (*beside, "4 tokens: "):
+            assert [row[name + what] for what in ("same_bits", "same_token", "apart")] == [1.0, 1.0, 0.0]
+        assert row["step_ratio"] > 0 and len(row) == 9 + 3 * len(beside)
 
 
 def test_bits_that_differ_are_counted() -> None:
-    together = torch.tensor([[1.0, 2.0], [3.0, 1.0], [9.0, 9.0]])
-    alone = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    alone, together = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 2.0], [3.0, 1.0]])
     found = equal_rows(alone, together)
     assert (found["same_bits"], found["same_token"]) == (0.5, 0.5)
     assert found["apart"] == pytest.approx((9 / 15) ** 0.5)
 
 
-def test_one_form_is_that_of_the_number_of_rows_it_is_told() -> None:
-    row, before = KVRow("fp8", 512, 64, rounded=True), backend.active()
-    queries = [torch.empty(rows, 64, 512, dtype=torch.bfloat16, device="meta") for rows in (1, 64)]
-
-    def forms(rows: int) -> tuple[object, ...]:
-        return attention.tiling(queries[rows == 64], row, None), route._route_tiles(rows, 4096), hyper._tiles(rows)
-
-    backend.use(backend.TARGETS["sm_90"])
-    try:
-        one, many = forms(1), forms(64)
-        assert all(left != right for left, right in zip(one, many, strict=True))
-        with one_form(64):
-            assert forms(1) == forms(64) == many
-        assert forms(1) == one
-    finally:
-        backend.use(before)
+def test_steps_over_the_same_tokens_differ_where_the_model_looks_at_their_number(runner: Runner) -> None:
+    """Four tokens in a step and one after another are the same tokens at the same places, and no others'."""
+    steps = Steps(runner, None, 1024, [2])
+    steps.prepare(2, 300)
+    together, singles = steps.logits(2, 4).view(2, 4, -1), [steps.logits(2, behind=behind) for behind in range(4)]
+    assert all(torch.equal(together[:, behind], single) for behind, single in enumerate(singles))
+    assert not torch.equal(singles[0], singles[1]) and not torch.equal(singles[0][0], singles[0][1])
 
 
 def test_what_there_is_no_time_for_is_named() -> None:
@@ -183,7 +178,7 @@ def test_steps_are_the_models_and_the_samplers(runner: Runner) -> None:
     drawn = [sequence.tokens[int(position) + 1 :] for sequence, position in zip(steps._sequences, positions, strict=True)]
     assert steps._table.lengths[1:3].tolist() == (positions + 6).tolist()
     fill_memory(runner)
-    parameters = Parameters.neutral(2, runner.config.vocab_size, 3, "cpu")
+    parameters = neutral(2, runner.config.vocab_size, 3, "cpu")
     parameters.temperature.fill_(1.0)
     parameters.stream.copy_(noise_stream(torch.arange(2), torch.zeros(2, dtype=torch.int64)))
     passes = []

@@ -13,7 +13,7 @@ from scripts.bench_speculate import BenchConfig, by_position, expected, main
 from wire.options import parse
 
 SHORT = [
-    *("--batches", "2", "--drafts", "0,2", "--rounds", "1", "--tokens", "8", "--prompt-tokens", "40"),
+    *("--batches", "2", "--drafts", "0,2", "--rounds", "1", "--chosen-rounds", "4", "--tokens", "8", "--prompt-tokens", "40"),
     *("--widths", "tiny", "--layers", "4", "--context", "300", "--replays", "1"),
 ]
 
@@ -24,12 +24,15 @@ def test_every_section_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     with patch.object(bench_speculate, "ACCEPTED_PROMPTS", 2), patch.object(bench_speculate, "ACCEPTED_TOKENS", 60):
         assert main() == 0
     figures = json.loads(path.read_text())
-    plain, drafted, paused = figures["bundled"]
-    assert paused["drafts"] == "paused" and paused["step_ratio"] > 0
+    plain, drafted, paused, stores, chosen, wrong = figures["bundled"]
+    assert [row["drafts"] for row in (paused, stores, chosen)] == ["paused", "stores", "chosen"]
+    assert min(row["step_ratio"] for row in figures["bundled"]) > 0 and paused["tokens_a_step"] == stores["tokens_a_step"] == 1
+    assert 1 < chosen["tokens_a_step"] <= 3 and wrong["tokens_a_step"] < 1.1, "no draft is right"
     assert plain["tokens_a_step"] == 1 == plain["speed_up"] and 1 < drafted["tokens_a_step"] <= 3
     for row in figures["acceptance"][1:]:
         assert 0.5 < row["same_noise"] <= row["rejection"] + 1e-9 <= 1 + 1e-6
-    alone, verified = figures["released"]
+    alone, verified, storing = figures["released"]
+    assert (alone["stores"], verified["stores"], storing["stores"]) == ("false", "true", "true") and storing["tokens"] == 1
     assert verified["experts_asked"] >= alone["experts_asked"] and 0 < verified["experts_of_verified_bytes"] < 1
     assert verified["speed_up_0.8"] == pytest.approx(2.44 / verified["step_ratio"])
     assert "| batch | drafts |" in capsys.readouterr().out

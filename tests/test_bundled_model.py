@@ -23,7 +23,7 @@ from tests.system import ROOT, running
 BUNDLED = ROOT / "bundled/tiny"
 MAX_BYTES = 12_000_000
 PAGE_TOKENS = 256
-SERVED_PROMPTS, SERVED_RIGHT = 40, 38  # 95 %
+SERVED_PROMPTS, SERVED_RIGHT = 20, 19  # 95 %
 GREEDY_ASKED = TOPIC.format(name="Rosa")
 GREEDY_TOLD = (
     "Rosa was walking along the village on a sunny afternoon. Suddenly she heard a strange sound behind a willow. "

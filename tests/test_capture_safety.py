@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from typing import Any, cast
@@ -219,8 +220,8 @@ ASKS = [Asks(draws, edits, tops) for draws, edits, tops in product((False, True)
 
 @pytest.mark.parametrize("name", golden.CASES)
 @pytest.mark.parametrize("sequences", [1, 8, 64])
-@pytest.mark.parametrize("speculates", [False, True])
-def test_a_whole_decode_step_can_be_captured(name: str, sequences: int, speculates: bool, target: backend.Backend) -> None:
+@pytest.mark.parametrize("stores", [False, True])
+def test_a_whole_decode_step_can_be_captured(name: str, sequences: int, stores: bool, target: backend.Backend) -> None:
     """From the table to the report and the drafts behind it, whatever the rows want and however many drafts are verified."""
     main, mtp, caches = shapes_of(name, target)
     layout = kv_layout(main.config, "fp8" if main.config.quantised else "fp32")
@@ -229,7 +230,7 @@ def test_a_whole_decode_step_can_be_captured(name: str, sequences: int, speculat
     forward_space, finish_space = Workspace(512 << 20, META), Flipping(512 << 20, META)
     for tokens in range(1, MOST_DRAFTS + 2):
         started: list[str] = []
-        step = Step(runner, table, sequences, tokens, speculates)
+        step = Step(runner, table, sequences, tokens)
         with launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)):  # noqa: B023
             step.forward()  # constants are made once, before a capture
             started.clear()
@@ -240,19 +241,19 @@ def test_a_whole_decode_step_can_be_captured(name: str, sequences: int, speculat
                 started.clear()
                 finish_space.parts = 0
                 with finish_space.active(), NothingNew():  # type: ignore[no-untyped-call]
-                    step.finish(asks)
-                assert finish_space.parts == (tokens - 1 if speculates else 0)
+                    step.finish(replace(asks, stores=stores))
+                assert finish_space.parts == (tokens - 1 if stores else 0)
                 draw = ["_row_parameters", "_scan_kernel", *["_mass_kernel"] * asks.draws, "_draw_kernel"]
                 own = [*draw, "_finish_step"]
                 assert started[: len(own)] == own
-                check_drafts(started[len(own) :], tokens, speculates, [*draw, "_keep_draft"])
+                check_drafts(started[len(own) :], tokens, stores, [*draw, "_keep_draft"])
                 assert step.report.shape == (sequences, 2 + 2 * tokens)
                 assert [tops.shape for tops in step.tops] == [(sequences * tokens, max(asks.tops, 0))] * 2
 
 
-def check_drafts(started: list[str], tokens: int, speculates: bool, kept: list[str]) -> None:
+def check_drafts(started: list[str], tokens: int, stores: bool, kept: list[str]) -> None:
     """The kernels behind a step's own: a pass of the MTP layer and what keeps its draft, for each draft; or only rows."""
-    if not speculates:
+    if not stores:
         assert not started
         return
     passes = max(tokens - 1, 1)

@@ -90,8 +90,8 @@ def test_lm_eval(server: Server, tmp_path: Path) -> None:
 
 
 def test_schemathesis_finds_no_server_error(tmp_path: Path) -> None:
-    """Over a pool of one page, so that a valid request cannot ask for minutes of tokens."""
-    with running(TINY, router_args=f"--tokenizer {TOKENIZER}", decode_args="--num-pages 2") as server:
+    """Over a pool of one page and short texts, so that a valid request cannot ask for minutes of tokens."""
+    with running(TINY, router_args=f"--tokenizer {TOKENIZER}", decode_args="--num-pages 2 --max-context 64") as server:
         command = ["st", "run", f"{server.url}/openapi.json", "--phases", "examples,coverage,fuzzing", "--max-examples", "10"]
         command += ["--workers", "1", "--seed", "1", "--request-timeout", "60"]
         command += ["--checks", "not_a_server_error,response_schema_conformance,content_type_conformance"]

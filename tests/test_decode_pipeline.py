@@ -21,6 +21,7 @@ from decode.request import Limits
 from decode.room import make_engine
 from decode.scheduler import Scheduler
 from decode.speculation import Speculation
+from decode.step import Shape
 from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Arrived
 from tests.fake_runner import EOS, RING, FakeRunner, expected_text
@@ -38,7 +39,7 @@ def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     """Workers that are started now have late engines of one of the shapes; gives its depth."""
     steps_in_flight, tokens, spare = request.param
     monkeypatch.setattr(decode.worker, "make_engine", partial(LateEngine.make, spare_rows=spare))
-    monkeypatch.setattr(Speculation, "tokens", lambda self, rows: tokens)
+    monkeypatch.setattr(Speculation, "shape", lambda self, rows: Shape(tokens))
     return int(steps_in_flight)
 
 
@@ -229,7 +230,7 @@ class Bench:
         tokens = self.scheduler.affordable(self.tokens)
         batch = self.scheduler.next_batch(tokens)
         if batch:
-            self.engine.launch(batch, tokens)
+            self.engine.launch(batch, Shape(tokens))
         if self.engine.in_flight > (self.engine.depth if batch else 0):
             self.scheduler.advance(*self.engine.collect(), 0.0)
 

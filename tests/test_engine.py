@@ -58,7 +58,7 @@ class Host:
             prompt_tokens=len(PROMPT),
             sampling=params,
             eos_token_id=EOS,
-            kv=SeqKV(slot, pages, len(tokens) - 1),
+            kv=SeqKV(slot, pages),
             router_inbox="",
             deadline_s=math.inf,
             arrived_s=0.0,

@@ -13,6 +13,7 @@ from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent
 from kvtransfer.transports import Drained, Freed, Key, Landed, Span, Wrote
 from kvtransfer.transports.faults import Faults, FaultyTransport
+from kvtransfer.transports.frame import PATHS
 from tests.transfer_rig import PAGE_TOKENS, collect, of_type, rigged_transport, small_arena, thread_transport, wait
 
 LENGTH = 2 * PAGE_TOKENS + 3
@@ -86,7 +87,7 @@ class Ends:
         self.into.close()
 
 
-@pytest.fixture(params=["zeromq", "shm", "cuda_ipc"])
+@pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -177,10 +178,28 @@ def test_every_step_is_started_before_the_first_is_captured(caplog: pytest.LogCa
     rows = [4, 4, 2, 2, 1, 1]
     eager = [(False, each) for each in rows]
     assert order == eager + [(True, each) for each in rows], "all eagerly; then the largest first"
-    assert recorder.recorded == 4 * 6
+    assert recorder.recorded == 3 * (4 + 7), "with one token a step has twice as many ways to finish: it stores or not"
     assert not recorder.collects and gc.isenabled(), "no garbage is collected during a capture, only then"
     assert "capturing 1 of 6: batch 4, 2 tokens" in caplog.text and "capturing 6 of 6: batch 1, 1 token\n" in caplog.text
-    assert "24 graphs captured in" in caplog.text
+    assert "33 graphs captured in" in caplog.text
+
+
+def test_a_plain_step_of_a_worker_that_speculates_is_that_of_one_that_does_not() -> None:
+    """Replayed, between steps that store: the same kernels over the same rows, and no MTP row. Texts are the same."""
+    found = []
+    for tokens in ([1], [1, 2]):
+        runner = FakeDrafter()
+        table, ring = prepared(runner, 4), runner._drafted.clone()
+        graphs = Graphs(runner, table, 4, tokens, FakeRecorder())  # type: ignore[arg-type]
+        runner._drafted.copy_(ring)
+        found.append(texts(graphs, table, GREEDY, 5))
+        assert torch.equal(runner._drafted, ring)
+        if len(tokens) > 1:
+            stored = texts(graphs, table, replace(GREEDY, stores=True), 1)
+            assert (runner._drafted != ring)[1:].sum(1).tolist()[:4] == [1, 1, 1, 0], "a row of each sequence"
+            for text, prompt, more in zip(found[0], PROMPTS, stored, strict=True):
+                assert text + more == expected_text(prompt, 6)
+    assert found[0] == found[1] == [expected_text(prompt, 5) for prompt in PROMPTS]
 
 
 def test_batch_sizes_end_with_the_largest_and_waste_little() -> None:
@@ -314,7 +333,8 @@ def test_without_graphs_every_size_is_started_once(unstarted: tuple[Runner, Sequ
     graphs, started = Graphs(*unstarted, 2, [1, 2]), []
     with launches_go_to(lambda kernel, grid, *args, **options: started.append(kernel.fn.__name__)):
         graphs.warm_up([1, 2])
-    assert started.count("_scan_kernel") == 18, "two sizes, three ways to finish, one token, and two with a draft behind them"
+    assert started.count("_scan_kernel") == 24, "two sizes, three ways to finish two tokens and a draft, six to finish one"
+    assert started.count("_join_streams") == 12, "half of the steps of one token store"
     with (
         launches_go_to(Broken("_scan_kernel", TOO_MUCH)),
         pytest.raises(CaptureFailed, match="batch 1, 1 token cannot be started"),
@@ -478,6 +498,19 @@ def test_check_finds_nothing_where_nothing_is(unstarted: tuple[Runner, SequenceT
     assert [f"layers.{layer}.attn" in stages for layer in range(layers)] == [True] * layers
     assert {"begin", "embed", "head", "sample", "finish"} <= set(stages)
     assert "batch 1, 1 token:" in lines[-2], "of a smaller step without gaps one line says enough"
+
+
+def test_check_tries_the_step_that_only_stores(unstarted: tuple[Runner, SequenceTable]) -> None:
+    """The kernel that joins streams breaks: with one token it is in the ways to finish that store, and in no other."""
+    runner, table = unstarted
+    broken: list[list[str]] = []
+    for tokens in ([1], [1, 2]):
+        lines: list[str] = []
+        with launches_go_to(Broken("_join_streams", TOO_MUCH)):
+            gaps = check(runner, table, [2], tokens, FakeRecorder, lines.append)
+        assert bool(gaps) == (len(tokens) > 1)
+        broken.append([line for line in lines if "GAP kernel join_streams" in line])
+    assert [len(each) for each in broken] == [0, 2] and all("mtp.0: " in line for line in broken[1])
 
 
 def test_check_goes_on_behind_a_stage_that_cannot_be_captured(unstarted: tuple[Runner, SequenceTable]) -> None:

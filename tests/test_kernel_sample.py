@@ -12,7 +12,8 @@ from tests.kernel_backend import DEVICE, triton_backend  # before any kernel
 
 # isort: split
 from kernels import sample_triton
-from kernels.sample import Parameters, Sampled, noise_stream, sample, sample_reference, top_logprobs
+from kernels.cases.sample import neutral
+from kernels.sample import Parameters, Sampled, noise_stream, sample, sample_reference
 
 torch.set_num_threads(1)
 on_triton = pytest.mark.usefixtures(triton_backend.__name__)
@@ -29,7 +30,7 @@ def parameters(rows: int, vocab: int = VOCAB, seed: int = 0, **values: list[floa
 
 def parameters_of(values: dict[str, list[float]], rows: int, vocab: int = VOCAB, seed: int = 0) -> Parameters:
     """Neutral ones with noise, and `values` by name, repeated over the rows."""
-    made = Parameters.neutral(rows, vocab, rows + 1, DEVICE, forbidden=8, biases=8)
+    made = neutral(rows, vocab, rows + 1, DEVICE, forbidden=8, biases=8)
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
     made.stream.copy_(noise_stream(seeds, torch.zeros_like(seeds)))
@@ -171,9 +172,9 @@ def test_a_row_does_not_see_the_others() -> None:
 def test_top_logprobs_break_ties_by_id() -> None:
     logits = logits_of(3, 300).round()
     got = check(logits, parameters(3, 300), draws=False, tops=20)
-    chosen, _, values = top_logprobs(logits, got.ids, 20)
-    torch.testing.assert_close(got.top_logprobs, values, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.logprob, chosen, rtol=1e-5, atol=1e-5)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    torch.testing.assert_close(got.top_logprobs, logprobs.topk(20).values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.logprob, logprobs.gather(1, got.ids[:, None])[:, 0], rtol=1e-5, atol=1e-5)
 
 
 @on_triton
@@ -208,7 +209,7 @@ def test_reference_does_no_more_than_is_asked(monkeypatch: pytest.MonkeyPatch) -
 def test_reference_of_a_chosen_tokens_probability_alone() -> None:
     logits = logits_of(3).cpu()
     got = sample_reference(logits, parameters(3), False, False, 0)
-    torch.testing.assert_close(got.logprob, top_logprobs(logits, got.ids, 0)[0])
+    torch.testing.assert_close(got.logprob, torch.log_softmax(logits, dim=-1).amax(-1))
     assert got.top_ids.shape == got.top_logprobs.shape == (3, 0)
 
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ import zmq
 from scripts import launch_local
 from scripts.launch_local import LocalConfig, System
 from tests.system import ROOT, TINY, Server, running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running() as each:
+        yield each
 
 
 def launch(*flags: str, cwd: str | Path = "/") -> subprocess.Popen[str]:
@@ -115,11 +122,11 @@ def test_a_child_that_dies_later_stops_the_rest() -> None:
     assert not [pid for pid in children if alive(pid)]
 
 
-def test_two_clusters_on_one_host_do_not_collide() -> None:
+def test_two_clusters_on_one_host_do_not_collide(server: Server) -> None:
     body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
-    with running() as one, running() as other:
-        assert one.url != other.url
-        assert one.complete(**body).ids() == other.complete(**body).ids()
+    with running() as other:
+        assert server.url != other.url
+        assert server.complete(**body).ids() == other.complete(**body).ids()
 
 
 def listening_ports(pid: int) -> list[int]:
@@ -150,19 +157,18 @@ def throw_junk(port: int) -> None:
     context.term()
 
 
-def test_junk_on_every_socket_is_counted_and_service_goes_on() -> None:
+def test_junk_on_every_socket_is_counted_and_service_goes_on(server: Server) -> None:
     body: dict[str, Any] = {"prompt": list(range(5, 300)), "max_tokens": 8, "temperature": 0}
-    with running() as server:
-        before = server.complete(**body).ids()
-        for child in server.system.children:
-            ports = listening_ports(child.process.pid)
-            assert ports, child.name
-            for port in ports:
-                if f":{port}" not in server.url:
-                    throw_junk(port)
-        assert server.complete(**body).ids() == before
-        wait_for(lambda: all(count_bad(server, child.name) for child in server.system.children))
-        assert server.get("/health")[0] == 200
+    before = server.complete(**body).ids()
+    for child in server.system.children:
+        ports = listening_ports(child.process.pid)
+        assert ports, child.name
+        for port in ports:
+            if f":{port}" not in server.url:
+                throw_junk(port)
+    assert server.complete(**body).ids() == before
+    wait_for(lambda: all(count_bad(server, child.name) for child in server.system.children))
+    assert server.get("/health")[0] == 200
 
 
 def count_bad(server: Server, child: str) -> bool:
@@ -188,14 +194,13 @@ def wait_for(condition: Any, timeout_s: float = 10) -> None:
         (str(ROOT / "tests/data/golden/tiny-fp8fp4/model"), [], "model."),
     ],
 )
-def test_an_unequal_worker_is_refused_with_the_field(model: str, flags: list[str], field: str) -> None:
-    with running() as server:
-        inbox = server.system.children[0].line("inbox ")
-        command = [sys.executable, "-m", "decode", "--model", model, "--router", inbox, *flags]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-        assert done.returncode == 3, done.stderr
-        assert "refused" in done.stderr and field in done.stderr, done.stderr
-        assert server.complete(prompt=[5, 6, 7], max_tokens=2).status == 200
+def test_an_unequal_worker_is_refused_with_the_field(server: Server, model: str, flags: list[str], field: str) -> None:
+    inbox = server.system.children[0].line("inbox ")
+    command = [sys.executable, "-m", "decode", "--model", model, "--router", inbox, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 3, done.stderr
+    assert "refused" in done.stderr and field in done.stderr, done.stderr
+    assert server.complete(prompt=[5, 6, 7], max_tokens=2).status == 200
 
 
 @pytest.mark.parametrize(

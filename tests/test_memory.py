@@ -57,8 +57,8 @@ class Unsized(FakeDrafter):
         workspace.empty((2500,), torch.float32, "cpu")
         return super().forward(batch)
 
-    def run_once(self, sequences: int, tokens: int, start: int) -> None:
-        self.ran = (sequences, tokens, start)
+    def run_once(self, lengths: list[int], start: int) -> None:
+        self.ran = (lengths, start)
 
 
 def test_what_48_gb_hold_of_the_released_model() -> None:
@@ -128,7 +128,7 @@ def test_a_prefill_worker_sets_aside_its_largest_step_at_the_longest_context() -
     config = PrefillConfig(**OPTIONS, num_slots=5, step_tokens=100, chunk_tokens=50, max_context=1000)
     runner = Unsized()
     allot_prefill(config, runner, Gauge(800_000, peak=300_000))  # type: ignore[arg-type]
-    assert runner.ran == (2, 50, 950)
+    assert runner.ran == ([50, 50], 950)
     assert runner.made == [(expected_pages(runner.layout, 800_000, 300_000, 5, 0.9), 5)]
 
 

@@ -17,8 +17,14 @@ POISON = 0xFF  # 0xFFFF.. is NaN in float32, bfloat16 and e4m3
 def assert_same(name: str, got: Tensor, wanted: Tensor) -> None:
     """Equal bits when activations are bf16: a float64 sum in another order never crosses a bf16 rounding boundary here.
 
-    In float32 it may, about once in 10^8 values; then a row differs in its last bits."""
-    if name == "tiny-fp8fp4":
+    In float32 it may, about once in 10^8 values; then a row differs in its last bits. Kernels add up in float32,
+    and theirs are apart as the golden set says that the reference's are from its own: by up to 0.42 where a row of the
+    quantised model is alone, for which `last_rms` is a little less."""
+    got, wanted = got.cpu(), wanted.cpu()
+    if not golden.EXACT:
+        limits = golden.case(name).js["tolerance"][golden.case(name).js["default_profile"]]
+        assert (got - wanted).square().mean().sqrt() <= 1.5 * limits["last_rms"]
+    elif name == "tiny-fp8fp4":
         assert torch.equal(got, wanted)
     else:
         assert (got == wanted).all(1).double().mean() > 0.97
@@ -76,7 +82,7 @@ def test_padding_rows_change_nothing(name: str) -> None:
     poison(model)
     golden.run(model, [(1, ids[:130], 0)])
     rows = [Row([0], 0, 0, [0]), Row(ids[130:131], 130, 1, golden.pages_of(1)), Row([0], 0, 0, [0])]
-    streams = model.forward(Batch.build(rows, golden.PAGE_TOKENS))
+    streams = model.forward(Batch.build(rows, golden.PAGE_TOKENS, golden.DEVICE))
     assert_same(name, model.logits(streams[1:2]), expected[130:131])
     assert model.logits(streams).isfinite().all()
 
@@ -145,7 +151,7 @@ def test_more_than_a_ring_can_take_back_is_too_much() -> None:
 def test_drafts_after_a_rollback_and_in_company(name: str) -> None:
     """The MTP layer's ring follows the same rules."""
     model, ids, _ = whole(name, "len131")
-    following = torch.tensor([*ids[1:], 5])
+    following = torch.tensor([*ids[1:], 5], device=golden.DEVICE)
     streams, batch = golden.run(model, [(2, ids, 0)])
     expected = model.draft_logits(model.draft_streams(streams, following, batch))
     poison(model)
@@ -160,10 +166,10 @@ def test_drafts_after_a_rollback_and_in_company(name: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp32"])
 def test_the_quantised_model_has_one_kv_value_in_every_format(kv_dtype: str) -> None:
-    """Its rows are rounded to FP8 before they are stored, so a wider row changes no bit."""
+    """Its rows are rounded to FP8 before they are stored, so a wider row changes no bit; but the kernel that reads it may."""
     ids = golden.prompt("tiny-fp8fp4", "len257")[0]
     expected = golden.logits_in_chunks(golden.runner("tiny-fp8fp4"), ids, [100])
-    assert torch.equal(golden.logits_in_chunks(golden.runner("tiny-fp8fp4", kv_dtype), ids, [100]), expected)
+    assert_same("tiny-fp8fp4", golden.logits_in_chunks(golden.runner("tiny-fp8fp4", kv_dtype), ids, [100]), expected)
 
 
 @pytest.mark.parametrize(("kv_dtype", "limit"), [("bf16", 0.1), ("fp8", 0.6)])

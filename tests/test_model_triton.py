@@ -5,6 +5,7 @@ tests/test_golden.py runs every prompt on the kernels of a GPU; this shows on an
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -46,7 +47,11 @@ def test_one_prompt_on_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("rows", [[(1, 2, 130), (2, 1, 3)], [(2, 6, 129), (1, 1, 0)]])
 def test_the_draft_layer_on_the_kernels(name: str, rows: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step and a chunk of (slot, tokens, start): storing alone leaves the bytes that a full pass leaves, and those
-    are the reference's but for a rounding here and there."""
+    are the reference's but for a rounding here and there.
+
+    Quantised, with sums in float32 hardly a byte differs. Hopper's FP8 units keep 14 bits of a sum: 6e-5 to 2e-4 of noise on
+    every sum changes up to a third of a row's bytes, in the last place of a bf16 or by one code of e4m3, 0.06 of the row's rms
+    at most. Rows of other positions are 0.33 apart and more."""
     kernels = backend.active()
     reference = Runner(golden.model_dir(name), "cpu", page_tokens=golden.PAGE_TOKENS, num_pages=8, num_slots=3)
     backend.use(kernels)
@@ -66,10 +71,13 @@ def test_the_draft_layer_on_the_kernels(name: str, rows: list[tuple[int, int, in
     backend.use(backend.REFERENCE)
     reference.store_draft_rows(streams.cpu(), batch.tokens.cpu(), Batch.build(given, golden.PAGE_TOKENS))
     values, wanted = (runner.mtp_caches[0].window[1:3].cpu() for runner in (model, reference))
-    if name == "tiny-fp8fp4":
+    if name != "tiny-fp8fp4":
+        torch.testing.assert_close(values.view(torch.float32), wanted.view(torch.float32), rtol=1e-5, atol=1e-5)
+    elif DEVICE.type == "cpu":
         assert (values != wanted).double().mean() < 0.001
     else:
-        torch.testing.assert_close(values.view(torch.float32), wanted.view(torch.float32), rtol=1e-5, atol=1e-5)
+        kept, expected = (golden.row_values(reference, "window", each) for each in (values, wanted))
+        assert ((kept - expected).norm(dim=-1) <= 0.1 * expected.norm(dim=-1)).all()
 
 
 @pytest.mark.usefixtures(triton_backend.__name__)
@@ -88,13 +96,13 @@ def test_a_step_with_drafts_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         table = SequenceTable.make(1, 3, 16, runner.config.vocab_size, runner.device)
         table.rows[0], table.tokens[2], table.pages[2, 0] = 2, ids[0], 3
         table.drafts[2, :2] = torch.tensor([following[0], following[1] + 1])
-        step = Step(runner, table, 1, 3, speculates=True)
+        step = Step(runner, table, 1, 3)
         spaces = [Poisoned(WORKSPACE_BYTES, runner.device) for _ in range(2)]
         with torch.inference_mode():
             with spaces[0].active():
                 step.forward()
             with spaces[1].active():
-                step.finish(GREEDY)
+                step.finish(replace(GREEDY, stores=True))
         found.append((step.report[0, :5].tolist(), table.lengths.tolist(), table.drafts[2].tolist()))
     backend.use(kernels)
     assert found[0] == found[1]
@@ -120,9 +128,9 @@ def test_warming_up_starts_every_kernel_on_the_page_that_is_nobodys(monkeypatch:
 
 
 def test_without_kernels_there_is_nothing_to_warm_up() -> None:
-    runner = golden.runner("tiny-bf16")
+    runner = Runner(golden.model_dir("tiny-bf16"), page_tokens=golden.PAGE_TOKENS, num_pages=2, num_slots=2)
     runner.arena.pages[0].fill_(7)
-    runner.warm_up([[1, 1]])
+    runner.warm_up([[200, 200]])
     assert (runner.arena.pages[0] == 7).all()
 
 

@@ -59,6 +59,8 @@ class GivenLogits:
         self.layout = KVLayout.pack(256, [Field(0, "token", 0, 256, 1, stride=1)], [Field(0, "tail", 0, 1, 1, keep=1)])
         self.arena = SimpleNamespace(pages=torch.zeros(2, 1), slots=torch.zeros(len(rows) + 1, 1))
 
+    def make_invariant(self, most_rows: int) -> None: ...
+
     def forward(self, batch: Batch) -> torch.Tensor:
         return batch.slots
 

@@ -17,29 +17,32 @@ import aiohttp
 import numpy as np
 import pytest
 
+from decode.sampling import MOST_TOPS
 from tests import golden
 from tests.system import ROOT, TINY, Reply, Server, complete, running
 
 CHUNKS = (1, 7, 64, 256)
 VOCAB = 320
+TOPS = VOCAB if golden.DEVICE == "cpu" else MOST_TOPS  # log probabilities that a decode worker gives at most
 
 
-def greedy(case: str, name: str) -> dict[str, Any]:
-    expected = golden.case(case)
-    return {"prompt": expected.prompts[name]["ids"], "max_tokens": expected.n, "temperature": 0, "logprobs": VOCAB}
+def greedy(case: str, name: str, most: int = 32) -> dict[str, Any]:
+    """most: of the stored tokens, which are 32 at most."""
+    return {"prompt": golden.prompt(case, name)[0], "max_tokens": most, "temperature": 0, "logprobs": TOPS}
 
 
-def check_golden(case: str, name: str, reply: Reply) -> None:
-    """Greedy tokens equal the stored ones; the first step's distribution within the tolerance of the golden README."""
+def check_golden(case: str, name: str, reply: Reply, most: int = 32) -> None:
+    """Greedy tokens are the stored ones; the first step's distribution within the tolerance of the golden README."""
     assert reply.status == 200, reply.body
     expected = golden.case(case).prompts[name]
-    assert reply.ids() == expected["tokens"], f"{case} {name}"
+    assert golden.goes_on_like(case, name, reply.ids(), most), f"{case} {name}: {reply.ids()}"
     tolerance = golden.case(case).js["tolerance"][golden.case(case).js["default_profile"]]
     got = np.full(VOCAB, np.nan)
     for key, value in reply.choice()["logprobs"]["top_logprobs"][0].items():
         got[int(key.removeprefix("token_id:"))] = value
     difference = got - golden.case(case).t[f"{name}.last_logits"]  # and a constant: log probabilities are normalised
-    error = (difference.max() - difference.min()) / 2
+    assert np.isfinite(difference).sum() >= TOPS
+    error = (np.nanmax(difference) - np.nanmin(difference)) / 2
     limit = max(tolerance["last_max"], tolerance["last_factor"] * max(expected["noise"]["noise_last"].values()))
     assert error <= limit, f"{case} {name}: logits differ by {error}"
 
@@ -52,9 +55,9 @@ def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("case", golden.CASES)
 def test_golden_prompts_together_at_every_chunk_size(case: str, chunk: int) -> None:
-    cut, wide = f"--chunk-tokens {chunk}", f"--max-logprobs {VOCAB}"
+    cut, wide = f"--chunk-tokens {chunk}", f"--max-logprobs {TOPS}"
     with running(golden.model_dir(case), prefill_args=cut, router_args=wide) as server:
-        names = list(golden.case(case).prompts)
+        names = [name for name, each in golden.case(case).prompts.items() if chunk > 1 or len(each["ids"]) <= 300]
         for name, reply in zip(names, server.complete_all([greedy(case, name) for name in names]), strict=True):
             check_golden(case, name, reply)
         server.wait_idle(2)
@@ -76,17 +79,22 @@ def test_echo_gives_the_golden_logprobs_of_the_prompt(case: str) -> None:
             assert np.sqrt((error**2).mean()) <= 2 * tolerance["full_rms"], (case, name, error.max())
 
 
-@pytest.mark.parametrize("folder", ["tiny-bf16/model", "tiny-bf16/model-sharded", "tiny-fp8fp4/model"])
-def test_golden_prompts_alone_and_in_their_batches(folder: str) -> None:
-    case = folder.split("/")[0]
-    with running(str(golden.FOLDER / folder), router_args=f"--max-logprobs {VOCAB}") as server:
-        alone = {name: server.complete(**greedy(case, name)) for name in golden.case(case).prompts}
-        for name, reply in alone.items():
-            check_golden(case, name, reply)
+@pytest.mark.parametrize("case", golden.CASES)
+def test_golden_prompts_alone_and_in_their_batches(case: str) -> None:
+    """Sixteen tokens of each; the test above decodes them to their ends."""
+    with running(golden.model_dir(case), router_args=f"--max-logprobs {TOPS}") as server:
+        for name in golden.case(case).prompts:
+            check_golden(case, name, server.complete(**greedy(case, name, 16)), 16)
         for batch in golden.case(case).js["batches"]:
-            replies = server.complete_all([greedy(case, name) for name in batch["prompts"]])
+            replies = server.complete_all([greedy(case, name, 16) for name in batch["prompts"]])
             for name, reply in zip(batch["prompts"], replies, strict=True):
-                assert reply.ids() == alone[name].ids(), f"{name} differs when decoded with {batch['prompts']}"
+                assert golden.goes_on_like(case, name, reply.ids(), 16), f"{name} differs when decoded with {batch['prompts']}"
+
+
+def test_a_sharded_checkpoint_is_served() -> None:
+    with running(golden.model_dir("tiny-bf16", "model-sharded"), router_args=f"--max-logprobs {TOPS}") as server:
+        for name in ("len5", "len300"):
+            check_golden("tiny-bf16", name, server.complete(**greedy("tiny-bf16", name)))
 
 
 def test_transformers_agrees_on_fresh_prompts(tmp_path: Path) -> None:

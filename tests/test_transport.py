@@ -40,6 +40,7 @@ from kvtransfer.transports.frame import (
     LATE,
     MAX_FRAMES,
     MAX_SPANS,
+    PATHS,
     REFUSED,
     Ack,
     BadFrame,
@@ -94,7 +95,7 @@ def context() -> Iterator[zmq.Context[Any]]:
     context.destroy(linger=0)
 
 
-@pytest.fixture(params=["zeromq", "shm", "cuda_ipc", "faults"])
+@pytest.fixture(params=[*PATHS, "faults"])
 def opener(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     """Opens transports of the kind under test, and closes them. "faults" is the wrapper, with none ordered; "cuda_ipc" works
     on a GPU where there is one, on the tensors of the CPU elsewhere."""

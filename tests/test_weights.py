@@ -208,7 +208,8 @@ def test_fp8_experts_give_the_same_model(tmp_path: Path) -> None:
 
     model = Runner(str(directory), num_pages=4, num_slots=2)
     ids = golden.prompt("tiny-fp8fp4", "len131")[0]
-    expected = golden.logits_in_chunks(golden.runner("tiny-fp8fp4"), ids, [200])
+    fp4 = Runner(golden.model_dir("tiny-fp8fp4"), num_pages=4, num_slots=2)
+    expected = golden.logits_in_chunks(fp4, ids, [200])
     assert torch.equal(golden.logits_in_chunks(model, ids, [200]), expected)
 
 

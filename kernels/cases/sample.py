@@ -41,7 +41,7 @@ def make(widths: Widths, rows: int, temperature: float, top_p: float, device: to
 def parameters(
     rows: int, vocab: int, temperature: float, top_p: float, device: torch.device, generator: torch.Generator | None
 ) -> Parameters:
-    made = Parameters.neutral(rows, vocab, 1 if generator is None else rows + 1, device)
+    made = neutral(rows, vocab, 1 if generator is None else rows + 1, device)
     if generator is not None:
         seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator, device=device)
         made.stream.copy_(noise_stream(seeds, torch.zeros_like(seeds)))
@@ -49,6 +49,35 @@ def parameters(
         made.temperature.fill_(temperature)
         made.top_p.fill_(top_p)
     return made
+
+
+def neutral(
+    rows: int, vocab: int, slots: int, device: torch.device | str, forbidden: int = 16, biases: int = 512, drafts: int = 4
+) -> Parameters:
+    """Greedy rows without changes. forbidden, biases, drafts: what a row's lists can hold, powers of two."""
+
+    def filled(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+    return Parameters(
+        temperature=filled(rows, dtype=torch.float64),
+        top_k=filled(rows),
+        top_p=filled(rows, value=1, dtype=torch.float64),
+        min_p=filled(rows, dtype=torch.float64),
+        presence=filled(rows, dtype=torch.float32),
+        frequency=filled(rows, dtype=torch.float32),
+        repetition=filled(rows, value=1, dtype=torch.float32),
+        slots=filled(rows, dtype=torch.int64),
+        counts=filled(slots, vocab),
+        drafts=filled(rows, drafts, value=-1, dtype=torch.int64),
+        forbidden=filled(rows, forbidden),
+        forbidden_counts=filled(rows),
+        bias_ids=filled(rows, biases),
+        bias_values=filled(rows, biases, dtype=torch.float32),
+        bias_counts=filled(rows),
+        stream=filled(rows, dtype=torch.int64),
+        position=filled(rows, dtype=torch.int64),
+    )
 
 
 def edited(inputs: Inputs) -> Inputs:

@@ -149,7 +149,8 @@ class BulkTransport:
         from kvtransfer.transports.channel import Channel
         from kvtransfer.transports.engine import Engine, Site
 
-        _keep_freed_memory()
+        if not _keep_freed_memory():
+            _log.info("this C library does not keep freed memory: each large frame costs page faults")
         memory, shared, path = self._device_memory(arena), arena.shared, "shm"
         if isinstance(memory, DeviceMemory):
             shared, path = self._share_handles(memory.handles()), "cuda_ipc"
@@ -212,10 +213,12 @@ class BulkTransport:
 
 
 def _keep_freed_memory() -> bool:
-    """For an engine in this process what _MALLOC is for one of its own, as far as it can still be said: pieces of up to
-    32 MiB, glibc's most. Whether this C library has such a thing."""
+    """For an engine in this process what _MALLOC is for one of its own, as far as it can still be said; an older glibc
+    takes pieces of up to 32 MiB only. Whether this C library has such a thing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, 32 << 20)) and bool(mallopt(_TRIM_THRESHOLD, _GIB))
+    if mallopt is None or not any(mallopt(_MMAP_THRESHOLD, size_bytes) for size_bytes in (_GIB, 32 << 20)):
+        return False
+    return bool(mallopt(_TRIM_THRESHOLD, _GIB))
 
 
 def congestion_control() -> str:

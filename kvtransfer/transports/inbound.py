@@ -182,14 +182,17 @@ class Inbound:
         try:
             memory = self._open(hello)
         except (OSError, ValueError) as error:
-            advice = "run both workers as one user in one PID namespace of one host, or with --transport zeromq"
-            return Welcome("zeromq", f"the sender's memory cannot be mapped: {error}; {advice}")
+            return Welcome("zeromq", f"the sender's memory cannot be mapped: {error}")
         self._mapped[hello.memory_name] = _Mapped(hello, memory, _process_start(hello.pid))
         return Welcome(hello.path, "")
 
     def _open(self, hello: Hello) -> CpuMemory | DevicePeer:
         """A peer's arena, to read from. Raises OSError or ValueError."""
-        foreign = SharedMemory.open_foreign(hello.pid, hello.fd, hello.memory_bytes, hello.memory_name)
+        try:
+            foreign = SharedMemory.open_foreign(hello.pid, hello.fd, hello.memory_bytes, hello.memory_name)
+        except (OSError, ValueError) as error:
+            advice = "run both workers as one user in one PID namespace of one host, or with --transport zeromq"
+            raise OSError(f"{error}; {advice}") from error
         foreign.close_descriptor()
         if hello.path == "shm":
             return CpuMemory(shared_rows(foreign, hello.rows))
