@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from wire.options import option, parse
+from wire.options import option, parse, require_port
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED_MODEL = ROOT / "bundled/tiny"
@@ -43,6 +43,7 @@ class LocalConfig:
     timeout_s: float = option(900.0, help="give up when nothing was served after this long; a GPU compiles its kernels first")
 
     def __post_init__(self) -> None:
+        require_port("--port", self.port)
         if self.prefill < 1 or self.decode < 1:
             raise ValueError("--prefill and --decode must be at least 1: a request needs one of each")
 
