@@ -44,6 +44,8 @@ class RouterConfig:
         if self.inbox_host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"--inbox-host {self.inbox_host} also needs --advertise: the name workers reach this host by")
         require_key("--inbox-host", self.inbox_host, self.cluster_key, self.insecure)
+        if self.model and not Path(self.model).is_dir():
+            raise ValueError(f"--model {self.model}: there is no such folder")
         for name in (
             "request_timeout_s",
             "dead_after_s",
