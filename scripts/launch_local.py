@@ -60,7 +60,7 @@ class Child:
         self.log = log_dir / f"{name}.log"
         self._lines: list[tuple[float, str]] = []  # when it came, what
         self._spawned_s = time.monotonic()
-        with self.log.open("wb") as stderr:
+        with _open_log(self.log) as stderr:
             self.process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -98,27 +98,27 @@ class System:
     """All children. Started in order, watched, and stopped together."""
 
     def __init__(self, config: LocalConfig) -> None:
+        """Makes the folder of the logs, last: what cannot start leaves none. Raises LaunchError."""
         self.config = config
-        self.log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="pdserve-"))
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._model = str(Path(config.model).resolve() if config.model else BUNDLED_MODEL)
+        if not Path(self._model, "config.json").is_file():
+            raise LaunchError(f"--model {config.model}: no config.json there; give a checkpoint folder in the released format")
+        self._gpus = visible_gpus() if config.device == "cuda" else []
+        self.log_dir = _make_log_dir(config.log_dir)
         self.children: list[Child] = []
         self.deadline_s = time.monotonic() + config.timeout_s
 
     def start(self) -> str:
         """Starts everything; returns the URL once a probe has been served. Raises LaunchError."""
-        config = self.config
-        model = str(Path(config.model).resolve() if config.model else BUNDLED_MODEL)
-        if not Path(model, "config.json").is_file():
-            raise LaunchError(f"--model {config.model}: no config.json there; give a checkpoint folder in the released format")
-        router = self._spawn("router", "router", self._router_flags(model))
+        config, gpus = self.config, self._gpus
+        router = self._spawn("router", "router", self._router_flags())
         inbox = self._wait_line(router, "inbox ")
-        gpus = visible_gpus() if config.device == "cuda" else []
         workers = [("prefill", index, config.prefill_args) for index in range(config.prefill)]
         workers += [("decode", index, config.decode_args) for index in range(config.decode)]
         for number, (role, index, extra) in enumerate(workers):
             if gpus and number >= len(gpus):  # it measures what the one before on its GPU has left
                 self._wait_line(self.children[1 + number - len(gpus)], "serving ")
-            flags = ["--model", model, "--router", inbox, "--device", config.device]
+            flags = ["--model", self._model, "--router", inbox, "--device", config.device]
             flags += [*memory_flags(number, len(workers), len(gpus)), *shlex.split(extra)]
             self._spawn(f"{role}-{index}", role, flags, gpus[number % len(gpus)] if gpus else None)
         return self._wait_line(router, "ready ")
@@ -142,8 +142,8 @@ class System:
                 child.process.kill()
                 child.process.wait()
 
-    def _router_flags(self, model: str) -> list[str]:
-        flags = ["--model", model, "--host", self.config.host, "--port", str(self.config.port)]
+    def _router_flags(self) -> list[str]:
+        flags = ["--model", self._model, "--host", self.config.host, "--port", str(self.config.port)]
         return [*flags, *shlex.split(self.config.router_args)]
 
     def _spawn(self, name: str, module: str, flags: list[str], gpu: str | None = None) -> Child:
@@ -188,6 +188,23 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(count)]
 
 
+def _make_log_dir(log_dir: str) -> Path:
+    try:
+        if not log_dir:
+            return Path(tempfile.mkdtemp(prefix="pdserve-"))
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--log-dir {log_dir}: no folder can be made there: {error.strerror}") from error
+    return Path(log_dir)
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise LaunchError(f"--log-dir {path.parent}: {path.name} can not be written: {error.strerror}") from error
+
+
 def _die_with_parent() -> None:
     """In the child: SIGTERM when the launcher dies, however it dies (Linux)."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -204,6 +221,7 @@ def main() -> int:
     system: System | None = None
     try:
         system = System(config)
+        print(f"launch_local: logs are in {system.log_dir}", file=sys.stderr, flush=True)
         print(f"ready {system.start()}", flush=True)
         system.watch()
     except LaunchError as error:
