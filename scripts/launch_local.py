@@ -82,12 +82,15 @@ class Child:
         return next((at_s for at_s, line in list(self._lines) if line.startswith(prefix)), math.inf) - self._spawned_s
 
     def check(self) -> None:
-        """Raises LaunchError with the process's last word when it has ended."""
+        """Raises LaunchError when it has ended. Its last word is the reason only if it ended itself, with a failure."""
         code = self.process.poll()
-        if code is not None:
+        if code is None:
+            return
+        end = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+        if code > 0:
             words = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-            why = words[-1] if words else "it said nothing"
-            raise LaunchError(f"{self.name} ended with exit code {code}: {why} (log: {self.log})")
+            end += f": {words[-1] if words else 'it said nothing'}"
+        raise LaunchError(f"{self.name} {end} (log: {self.log})")
 
     def _read(self, stdout: IO[str]) -> None:
         for line in stdout:
@@ -163,6 +166,11 @@ class System:
                 raise LaunchError(f"nothing was served within {self.config.timeout_s:g} s; logs are in {self.log_dir}")
             time.sleep(0.02)
         return child.line(prefix)
+
+
+def signal_name(number: int) -> str:
+    """Also of a real-time signal, which has no name."""
+    return f"signal {number} ({signal.Signals(number).name})" if number in list(signal.Signals) else f"signal {number}"
 
 
 def memory_flags(number: int, workers: int, gpus: int) -> list[str]:

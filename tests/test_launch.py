@@ -20,7 +20,7 @@ import pytest
 import zmq
 
 from scripts import launch_local
-from scripts.launch_local import LaunchError, LocalConfig, System
+from scripts.launch_local import Child, LaunchError, LocalConfig, System
 from tests.system import ROOT, TINY, Server, running
 
 
@@ -139,8 +139,24 @@ def test_a_child_that_dies_later_stops_the_rest() -> None:
     children = children_of(process.pid)
     os.kill(children[1], signal.SIGKILL)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 1 and "prefill-0" in err, err
+    assert process.returncode == 1 and "prefill-0 was killed by signal 9 (SIGKILL) (log: " in err, err
     assert not [pid for pid in children if alive(pid)]
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("exit 5", "ended with exit code 5: a last word"),
+        ("exit 0", "ended with exit code 0"),
+        ("kill -TERM $$", r"was killed by signal 15 \(SIGTERM\)"),
+        ("kill -40 $$", "was killed by signal 40"),
+    ],
+)
+def test_the_last_word_of_a_child_is_the_reason_only_of_its_own_failure(end: str, said: str, tmp_path: Path) -> None:
+    child = Child("decode-0", ["bash", "-c", f"echo a last word >&2; {end}"], tmp_path, {**os.environ})
+    child.process.wait(10)
+    with pytest.raises(LaunchError, match=rf"^decode-0 {said} \(log: .*decode-0\.log\)$"):
+        child.check()
 
 
 def test_two_clusters_on_one_host_do_not_collide(server: Server) -> None:
