@@ -204,11 +204,15 @@ def checkpoint(config: BenchConfig) -> Iterator[Path]:
 
 
 def run(config: BenchConfig) -> Figures:
-    """Shows what it finds as it comes. Raises LaunchError, or ValueError for a request whose way cannot be told."""
+    """Shows what it finds as it comes. Raises LaunchError, or ValueError for prompts that the model does not take
+    and for a request whose way cannot be told."""
     figures: Figures = {"machine": machine(config), "starts": [], "handoffs": [], "timelines": []}
     texts: dict[int, list[int]] = {}
     with checkpoint(config) as model:
-        vocabulary = ModelConfig.load(model).vocab_size
+        served = ModelConfig.load(model)
+        prompt, output, most = max(config.lengths), config.output_tokens, served.max_position_embeddings
+        if prompt + output > most:
+            raise ValueError(f"--prompts {prompt} with --output-tokens {output}: the model takes {most} tokens together")
         for number, transport in enumerate(config.transports, 1):
             system, limited = System(config.local(model, transport)), config.device == "cuda" and number > 1
             try:
@@ -217,7 +221,7 @@ def run(config: BenchConfig) -> Figures:
                 figures["starts"].append(start_row(number, transport, system, time.monotonic() - begin_s, limited))
                 show(figures["starts"][-1])
                 if number > len(config.transports) - len(config.transport.split(",")):
-                    for row, way in measure(system, url, config, vocabulary, texts):
+                    for row, way in measure(system, url, config, served.vocab_size, texts):
                         figures["handoffs"].append({"transport": transport} | row)
                         figures["timelines"].append({"transport": transport, "prompt": row["prompt"], "lines": way.lines()})
                         show(figures["handoffs"][-1])
