@@ -59,9 +59,9 @@ class BenchConfig:
     chunk_tokens: int = option(0, help="tokens of a prefill chunk; 0: the worker's own choice")
     transport: str = option("auto", help="how KV travels; several with commas between them: one after another")
     starts: int = option(2, help="starts of the whole system at least; the first may compile")
-    router_args: str = option("", help="further flags for the router, in one string")
-    prefill_args: str = option("", help="further flags for the prefill worker, in one string")
-    decode_args: str = option("", help="further flags for the decode worker, in one string")
+    router_args: str = option("", help="further flags for the router, in one string, with =: --router-args='--timeline'")
+    prefill_args: str = option("", help="further flags for the prefill worker, in one string, with =")
+    decode_args: str = option("", help="further flags for the decode worker, in one string, with =")
     json: str = option("", help="also write the figures to this file")
 
     def __post_init__(self) -> None:

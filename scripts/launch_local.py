@@ -36,9 +36,9 @@ class LocalConfig:
     prefill: int = option(1, help="prefill workers")
     decode: int = option(1, help="decode workers")
     device: str = option("cpu", help="where the workers compute", choices=("cpu", "cuda"))
-    router_args: str = option("", help="further flags for the router, in one string")
-    prefill_args: str = option("", help="further flags for every prefill worker, in one string")
-    decode_args: str = option("", help="further flags for every decode worker, in one string")
+    router_args: str = option("", help="further flags for the router, in one string, with =: --router-args='--timeline'")
+    prefill_args: str = option("", help="further flags for every prefill worker, in one string, with =")
+    decode_args: str = option("", help="further flags for every decode worker, in one string, with =")
     log_dir: str = option("", help="folder for the processes' logs; empty: a new temporary one")
     timeout_s: float = option(900.0, help="give up when nothing was served after this long; a GPU compiles its kernels first")
 
