@@ -192,20 +192,26 @@ class Speculation:
         if self._chosen != PLAIN and self._since_look % LOOK_PERIOD == LOOK_PERIOD // 2:
             self._looking, self._left = PLAIN, PLAIN_STEPS
             return
-        unknown = [shape for shape in self._all if not self._costs.seconds(rows, shape)]
+        others = [shape for shape in self._all[1:] if shape != self._chosen and self._may_pay(rows, shape, plain)]
+        unknown = [shape for shape in others if not self._costs.seconds(rows, shape)]
         if self._credit_s is None or (not unknown and self._since_look < LOOK_PERIOD):
             return
         most = self._most(rows, plain)
         full = self._credit_s >= most
         warming = self._warming(rows, plain, WARM_STEPS - self._warm)
-        others = [shape for shape in (unknown or self._all[1:]) if shape != self._chosen]
-        for shape in sorted(others, key=lambda shape: shape.tokens <= self._looked):
+        for shape in sorted(unknown or others, key=lambda shape: shape.tokens <= self._looked):
             price = warming + LOOK_STEPS * (self._expected(rows, shape, plain) - plain)
             if full or price <= self._credit_s:
                 self._looking, self._left = shape, LOOK_STEPS
                 self._looked, self._since_look = shape.tokens, 0
             if full or price <= most:
                 return
+
+    def _may_pay(self, rows: int, shape: Shape, plain: float) -> bool:
+        """Whether to look at it: at one draft always, as that tells how often a first one is right; at more where they would
+        pay if all behind a right one were right too."""
+        length = 1 + self._acceptance.rates()[0] * (shape.tokens - 1)
+        return shape.tokens == 2 or length * plain > self._expected(rows, shape, plain)
 
     def _expected(self, rows: int, shape: Shape, plain: float) -> float:
         """Seconds of a step, in proportion to one of a token less while it is not known."""

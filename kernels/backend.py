@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,6 +75,17 @@ def make_invariant() -> None:
     """From here on. The references are anyway: they round their sums once."""
     if _active.triton and not _active.invariant:
         use(replace(_active, invariant=True, name=f"{_active.name}, batch-invariant"))
+
+
+@contextmanager
+def cutting(alike: bool) -> Iterator[None]:
+    """Inside, what is run or captured is cut as after `make_invariant`, or as suits its number of tokens."""
+    global _active
+    before, _active = _active, replace(_active, invariant=alike and _active.triton)
+    try:
+        yield
+    finally:
+        _active = before
 
 
 def of_gpu(device: torch.device) -> Backend:

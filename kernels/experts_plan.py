@@ -29,6 +29,7 @@ from kernels.launch import launch
 from kernels.quant import ACTIVATION_BLOCK, Quantised
 
 DIRECT_PAIRS = 16  # so few pairs seldom share an expert: each is a tile of its own, and nothing is sorted
+ALIKE_ROWS = 32  # of a tile of `grouped_kernel`: from 64 on Hopper multiplies with wgmma, whose sums may have other bits
 MANY_PAIRS = 2048  # from here on two kernels sort faster than one
 STREAM_STAGES = 8
 
@@ -45,11 +46,14 @@ class Plan:
         """ids [T, k]."""
         self._ids, self._choices, self._pairs = ids, ids.shape[1], ids.numel()
         experts = len(weights.w13.values)
-        self.direct = self._pairs <= DIRECT_PAIRS and weights.w13.kind == weights.w2.kind == "fragments"
+        fragments = weights.w13.kind == weights.w2.kind == "fragments"
+        self.direct = self._pairs <= DIRECT_PAIRS and fragments
         self.order: Tensor | None = None
         if self.direct:
             return
         self._tile = tile_rows(self._pairs, experts)
+        if not fragments and backend.active().cuts_alike(len(ids)):
+            self._tile = min(self._tile, ALIKE_ROWS)
         self._most = most_tiles(self._pairs, experts, self._tile)
         self.order = self._integers(self._pairs)
         self.tiles, self.tile_count = self._integers(self._most, 4), self._integers(1)

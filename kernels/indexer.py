@@ -13,6 +13,7 @@ from kernels import backend, indexer_hopper, workspace
 from kernels.jit import jit
 from kernels.launch import launch
 from kernels.ragged import Ragged, equal_length_groups
+from kernels.rounding import INTERPRETED
 from kernels.rows import PLAIN_DTYPES, IndexRow, planes, read_rows
 from kernels.topk import GROUP, choose_rows, unscored_rows
 
@@ -230,7 +231,7 @@ def score_entries(
         TILE=chosen.tile,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
-        WIDEN=backend.INTERPRETED and row.kind == "bf16",  # the interpreter cannot multiply bf16
+        WIDEN=_widens(row.kind, queries.dtype),
         **shared,
     )
     return scores
@@ -242,6 +243,13 @@ def _grouping(batch: Ragged, kind: str, count: int) -> tuple[int, bool]:
     return members, len(batch.positions) == len(
         batch.starts
     ) * batch.longest and count % members == 0 == batch.longest % members
+
+
+def _widens(kind: str, asked: torch.dtype) -> bool:
+    """Whether both sides become float32 first: keys that are not stored in the queries' dtype, and bf16 in the interpreter,
+    which cannot multiply it."""
+    kept = PLAIN_DTYPES.get(kind)
+    return kept is not None and (kept != asked or (backend.INTERPRETED and kept is torch.bfloat16))
 
 
 def _planes(pages: Tensor, row: IndexRow) -> tuple[Tensor, Tensor]:
@@ -278,6 +286,48 @@ def _quota(tiles, programs):
     while (tl.sum(tl.cdiv(tiles, quota)) > programs) & (quota < longest):
         quota += step
     return quota
+
+
+@jit
+def _weighted_sum(dots, weight, TOKENS: tl.constexpr):
+    """dots float32 [K, N * H], weight [N * H] -> sum over the heads of weight * relu(dot), [K, N]; H 16, 32, ... 256.
+
+    Two numbers at a time, and products that no addition is joined to but the one that is meant: else the bits would follow
+    from which threads hold what, and that from N. First come neighbours and heads 16 and more apart, which a thread holds
+    itself, then what the rest of its warp does.
+    """
+    K: tl.constexpr = dots.shape[0]
+    FAR: tl.constexpr = dots.shape[1] // TOKENS // 16
+    left, right = tl.split(tl.reshape(dots, (K, TOKENS, FAR, 2, 2, 2, 2)))
+    left_weight, right_weight = tl.split(tl.reshape(weight, (1, TOKENS, FAR, 2, 2, 2, 2)))
+    x = _two_heads(left, left_weight, right, right_weight)
+    for halved in tl.static_range(4):
+        if FAR >> halved > 1:
+            x = tl.sum(tl.reshape(x, (K, TOKENS, 2, FAR >> (halved + 1), 2, 2, 2)), 2)
+    x = tl.reshape(x, (K, TOKENS, 2, 2, 2))
+    return tl.sum(tl.sum(tl.sum(x, 4), 3), 2)
+
+
+@jit
+def _two_heads(left, left_weight, right, right_weight):
+    if INTERPRETED:
+        return tl.maximum(left, 0.0) * left_weight + tl.maximum(right, 0.0) * right_weight
+    left, left_weight = tl.broadcast(left, left_weight)
+    right, right_weight = tl.broadcast(right, right_weight)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 a, b;
+        max.f32 a, $1, 0f00000000;
+        max.f32 b, $3, 0f00000000;
+        mul.rn.f32 a, a, $2;
+        fma.rn.f32 $0, b, $4, a;
+        }""",
+        "=f,f,f,f,f",
+        [left, left_weight, right, right_weight],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @jit(do_not_specialize=["count", "longest", "table_stride", "columns"])
@@ -373,8 +423,7 @@ def _score_kernel(
                 if WIDEN:
                     values = values.to(tl.float32)
                 dots = tl.dot(values, tl.trans(query), input_precision="ieee")
-                weighted = tl.maximum(dots, 0.0) * weight[None, :]
-                score = tl.sum(tl.reshape(weighted, (TILE, TOKENS, HEADS_PADDED)), 2)
+                score = _weighted_sum(dots, weight, TOKENS)
                 if SCALED:
                     score *= tl.load(key_scales + page * scale_stride + key % ROWS)[:, None]
                 seen = key[:, None] < visible[None, :]

@@ -6,7 +6,6 @@ words it has, 1..SPAN_WORDS: one program each.
 
 from __future__ import annotations
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -28,15 +27,16 @@ def move_spans(source: Tensor, target: Tensor, begins: Tensor, ends_up: Tensor, 
     launch(_move_kernel, (len(counts),), source, target, begins, ends_up, counts, _BLOCK, num_warps=8)
 
 
-def sum_spans(memory: Tensor, begins: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-    """memory int32, weights int64 [SPAN_WORDS] -> int64 [n]: each span's words times `weights`, added modulo 2^64."""
-    sums = torch.empty(len(counts), dtype=torch.int64, device=memory.device)
+def sum_spans(memory: Tensor, begins: Tensor, counts: Tensor, weights: Tensor, sums: Tensor) -> None:
+    """memory int32, weights int64 [SPAN_WORDS]; writes sums, int64 [n]: each span's words times `weights`, added modulo 2^64.
+
+    No result from the workspace, which belongs to the thread that computes: this is called by the one that moves bytes.
+    """
     if not backend.active().triton:
         for i, (begin, count) in enumerate(zip(begins.tolist(), counts.tolist(), strict=True)):
             sums[i] = (memory[begin : begin + count] * weights[:count]).sum()
-        return sums
+        return
     launch(_sum_kernel, (len(counts),), memory, begins, counts, weights, sums, _BLOCK, num_warps=8)
-    return sums
 
 
 @jit(do_not_specialize_on_alignment=["begins", "ends_up", "counts"])
@@ -50,7 +50,7 @@ def _move_kernel(source, target, begins, ends_up, counts, BLOCK: tl.constexpr):
         tl.store(target + words, tl.load(source + words, mask=words < count), mask=words < count)
 
 
-@jit(do_not_specialize_on_alignment=["begins", "counts"])
+@jit(do_not_specialize_on_alignment=["begins", "counts", "sums"])
 def _sum_kernel(memory, begins, counts, weights, sums, BLOCK: tl.constexpr):
     span = tl.program_id(0)
     memory += tl.load(begins + span)

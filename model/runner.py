@@ -94,7 +94,8 @@ class Runner:
         that is too large for it to hold, a warning says so."""
         backend.make_invariant()
         if backend.active().triton and most_rows > backend.INVARIANT_ROWS:
-            _log.warning("steps of more than %d rows are not batch-invariant", backend.INVARIANT_ROWS)
+            most = backend.INVARIANT_ROWS
+            _log.warning("steps of more than %d rows are not batch-invariant; the largest here has %d", most, most_rows)
 
     @torch.inference_mode()
     def warm_up(self, steps: Iterable[Sequence[int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -58,14 +59,15 @@ class Pace:
     """Of the steps that are started and not yet over: `with pace.step(chunks): ...` starts one, `over` gives those that are
     done. A step's time runs on the device, from the end of the one before where that is later.
 
-    Marks tell times apart, not what time it is. That comes from `clock` and a mark that passed when it was made: the first one
-    after a pause.
+    Marks tell times apart, not what time it is. That comes from `clock`: a mark that passed when it was made, the first one
+    after a pause, and from then on the end of the step before. So nothing adds up on a device that has no pause for days.
     """
 
     def __init__(self, mark: Callable[[], Mark], clock: Callable[[], float] = time.monotonic) -> None:
         self._mark, self._clock = mark, clock
         self._steps: deque[tuple[list[Chunk], Mark, Mark]] = deque()  # with begin and end
         self._known: tuple[Mark, float] | None = None  # a mark and when it passed
+        self._awaited_s = -math.inf  # a step was not over yet when it was looked at last
 
     @property
     def full(self) -> bool:
@@ -87,14 +89,20 @@ class Pace:
     def over(self) -> list[tuple[list[Chunk], float, float]]:
         """(chunks, begin, end) of the steps that have ended since the last call, in order. Times are the clock's."""
         ended = []
-        while self._steps and self._steps[0][2].passed():
-            chunks, begin, end = self._steps.popleft()
+        while self._steps:
+            chunks, begin, end = self._steps[0]
+            asked_s = self._clock()
+            if not end.passed():
+                self._awaited_s = asked_s
+                break
+            self._steps.popleft()
             end_s = self._when(end)
+            self._known = end, end_s
             ended.append((chunks, end_s - end.seconds_since(begin), end_s))
         return ended
 
     def _when(self, passed: Mark) -> float:
-        """The two clocks drift apart: never later than now."""
+        """The two clocks drift apart: never later than now, nor before it was seen not to have passed."""
         assert self._known is not None
         mark, at_s = self._known
-        return min(self._clock(), at_s + passed.seconds_since(mark))
+        return min(self._clock(), max(self._awaited_s, at_s + passed.seconds_since(mark)))

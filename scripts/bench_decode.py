@@ -33,7 +33,7 @@ from model.config import ModelConfig
 from model.memory import tokens_in
 from model.runner import Runner
 from scripts.decode_floor import read_gb_per_s, step_bytes
-from scripts.decode_forms import cut_by_rows, equal_rows
+from scripts.decode_forms import equal_rows
 from scripts.decode_peer import DECODE_MS, KV_BYTES, KV_TOKENS, LIMIT_MS, PREFILL_TOKENS_PER_S
 from scripts.decode_profile import recorded, summary
 from scripts.decode_steps import MOST_STEPS, Steps, fill_memory, indexer_of_the_maximum, last_positions
@@ -206,7 +206,7 @@ class Bench:
         *few, most = sorted(self.config.numbers("batches"))
         context, base_ms = self.config.numbers("contexts")[:2][-1], dict[int, float]()
         for form in ("by rows", "invariant"):
-            with cut_by_rows() if form == "by rows" else nullcontext():
+            with backend.cutting(alike=form == "invariant"):
                 steps = self._steps(self.config.limit, [*few, most])
                 if not self._fits(steps, most, context):
                     continue

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ class BenchConfig:
 
 @dataclass
 class Row:
-    """One case. Ratios are to what the same run reached with as many streams."""
+    """One case. Ratios are to what was reached a moment before with as many streams, medians: the machine may change."""
 
     path: str
     lanes: int
@@ -299,7 +299,8 @@ def measure(source: Source, path: str, lanes: int, context: int, requests: int, 
         rates.append(requests * num_bytes / 1e9 / seconds)
         p50.append(statistics.median(latencies) * 1e3)
         p99.append(sorted(latencies)[int(0.99 * len(latencies))] * 1e3)
-    rate, floor = statistics.median(rates), statistics.median(rate for rate, _ in tcp)
+    rate = statistics.median(rates)
+    to_tcp, to_packed, to_memcpy = (_ratio(rates, floors) for floors in ([rate for rate, _ in tcp], packed, memcpy))
     (link,) = source.transport.links().values()
     copy = source.copy_floor(link.path)
     return Row(
@@ -307,9 +308,13 @@ def measure(source: Source, path: str, lanes: int, context: int, requests: int, 
         statistics.median(p50), statistics.median(p99), num_bytes / 1e6,
         (source.transport.counters()["chunks_sent"] - messages) / repeats / requests, cpu_s / gb,
         sorted(trips)[int(0.99 * len(trips))] * 1e3 if trips else None,
-        rate / floor, rate / statistics.median(packed), rate / statistics.median(memcpy),
-        floor, statistics.median(cpu for _, cpu in tcp), rate / copy if copy else None,
+        to_tcp, to_packed, to_memcpy,
+        statistics.median(rate for rate, _ in tcp), statistics.median(cpu for _, cpu in tcp), rate / copy if copy else None,
     )  # fmt: skip
+
+
+def _ratio(rates: Sequence[float], floors: Sequence[float]) -> float:
+    return statistics.median(rate / floor for rate, floor in zip(rates, floors, strict=True))
 
 
 def run(config: BenchConfig, show: bool = True) -> list[Row]:

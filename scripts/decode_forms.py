@@ -2,24 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-
 from torch import Tensor
-
-from kernels import backend
-
-
-@contextmanager
-def cut_by_rows() -> Iterator[None]:
-    """Steps that are run or captured inside cut their sums as suits their number of rows."""
-    before = backend.active()
-    backend.use(replace(before, invariant=False))
-    try:
-        yield
-    finally:
-        backend.use(before)
 
 
 def equal_rows(alone: Tensor, together: Tensor) -> dict[str, float]:

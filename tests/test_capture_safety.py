@@ -389,6 +389,25 @@ def test_prompts_of_any_lengths_run_the_code_that_warming_up_made(target: backen
     assert not_allowed(new_codes(found, warm)) == {}
 
 
+@pytest.mark.parametrize(("name", "kv_dtype"), [("tiny-bf16", "bf16"), ("tiny-fp8fp4", "fp32"), ("tiny-bf16", "fp32")])
+def test_keys_that_are_not_of_the_queries_dtype_are_widened(name: str, kv_dtype: str, target: backend.Backend) -> None:
+    """A compiler multiplies no two dtypes; an interpreter does."""
+    config = ModelConfig.load(golden.model_dir(name))
+    main = Transformer(Checkpoint.open(golden.model_dir(name), config, META), kv_dtype)
+    arena = Arena(kv_layout(config, kv_dtype), 8, 4, META)
+    caches = [LayerCache.of(arena, config, layer) for layer in range(len(main.layers))]
+    scored = []
+
+    def note(kernel: Any, grid: Any, queries: Any = None, *rest: Any, **options: Any) -> None:
+        if kernel.fn.__name__ == "_score_kernel":
+            scored.append((queries.dtype, rest[2].dtype, options["WIDEN"]))
+
+    with launches_go_to(note):
+        main.forward(step_of(2, 1, 16), caches)
+    assert scored and scored[0][1] == {"bf16": torch.bfloat16, "fp32": torch.float32}[kv_dtype]
+    assert all(asked == kept or widened for asked, kept, widened in scored)
+
+
 def prompts_of(lengths: Sequence[int], pages: int) -> Batch:
     """A chunk of each of some prompts."""
     batch = step_of(1, sum(lengths), pages)

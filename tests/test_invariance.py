@@ -5,7 +5,7 @@ On a GPU (PDSERVE_TEST_DEVICE=cuda) of the kernels, elsewhere of the references,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +16,17 @@ from torch import Tensor
 from decode import room
 from decode.config import DecodeConfig
 from kernels import attention, backend, gemm_portable, hyper, route
+from kernels.cases.sample import neutral
+from kernels.experts import ExpertWeights, experts
+from kernels.launch import launches_go_to
 from kernels.rows import KVRow
+from kernels.sample import sample
 from model.batch import Batch, Row
 from tests import golden
 
 PROMPTS = ("len5", "len127", "len131", "len257", "len300")
 WIDTHS = ((64, 512), (4, 192))  # heads and their dim: the released ones, and small ones
+WGMMA_ROWS = 64  # of a product from which the compiler takes Hopper's other matrix instruction
 
 
 @pytest.fixture(params=sorted(backend.TARGETS))
@@ -48,6 +53,44 @@ def test_no_sum_is_cut_by_the_number_of_tokens(heads: int, dim: int) -> None:
     assert len({cuts(tokens, heads, dim) for tokens in range(1, most + 1)}) == 1
     assert cuts(most + 1, heads, dim) != cuts(most, heads, dim), "a large step is cut as is best for it"
     assert most == gemm_portable.SOME_TOKENS, "with more tokens the dense layers are cut otherwise"
+
+
+def launched(run: Callable[[], object]) -> dict[str, dict[str, Any]]:
+    """The options of the kernels that `run` starts, by their names."""
+    found = {}
+
+    def starter(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        found[kernel.fn.__name__] = options
+
+    with launches_go_to(starter):
+        run()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+@pytest.mark.usefixtures("invariant")
+def test_experts_of_any_format_are_multiplied_by_the_same_units(kind: str) -> None:
+    """Few experts, so that many rows ask the same one; FP4 of widths that only the portable kernel takes."""
+    weights = ExpertWeights.allocate(kind, 4, 96, 128, "meta")
+    rows = set()
+    for tokens in (1, 40, backend.INVARIANT_ROWS):
+        x = torch.empty(tokens, 96, dtype=torch.bfloat16, device="meta")
+        ids = torch.empty(tokens, 3, dtype=torch.int32, device="meta")
+        plan = launched(lambda: experts(x, weights, ids, ids.float(), 2.0, None))  # noqa: B023
+        rows.add(plan["grouped_kernel"]["ROWS"] < WGMMA_ROWS)
+    assert rows == {True}
+
+
+@pytest.mark.usefixtures("invariant")
+def test_log_probabilities_are_summed_alike_whatever_the_neighbours_ask_for() -> None:
+    logits = torch.empty(3, 129_280, device="meta")
+    parameters = neutral(3, 129_280, 4, "meta")
+    warps = {
+        launched(lambda: sample(logits, parameters, draws, edits, 0))["_draw_kernel"]["num_warps"]  # noqa: B023
+        for draws in (False, True)
+        for edits in (False, True)
+    }
+    assert len(warps) == 1
 
 
 @pytest.mark.parametrize("target", sorted(backend.TARGETS))

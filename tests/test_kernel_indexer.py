@@ -173,6 +173,33 @@ def test_scores_of_random_values(triton_backend: backend.Backend, kind: str, tol
         assert torch.equal(scores.maxima[token, : -(-count // GROUP)], groups.view(-1, GROUP).amax(1))
 
 
+@pytest.mark.parametrize(("kind", "heads"), [("fp8", 64), ("fp8", 32), ("bf16", 16)])
+@pytest.mark.parametrize("new", [1, 5])
+def test_the_order_of_a_scores_sum_is_not_the_compilers(
+    triton_backend: backend.Backend, kind: str, heads: int, new: int
+) -> None:
+    """Which threads hold a token's heads depends on how many tokens share the keys, and a sum over them in the order of the
+    threads would too. Dots that are whole times weights of 8 bits are exact, so only the additions round."""
+    torch.manual_seed(14)
+    step = Step([60], [new], kind, heads=heads)
+    step.head_weights = torch.randn(new, heads) * torch.exp2(torch.randint(-8, 9, (new, heads)).float())
+    step.head_weights = step.head_weights.bfloat16().float().to(DEVICE)
+    scores = score_entries(step.queries, step.scales, step.head_weights, step.batch, step.pages, step.row, RATIO, 8, 0, new)
+    keys = indexer._keys(step.batch, step.pages, step.row, step.batch.sequence_ids[:1], 60)[0]
+    for token in range(new):
+        count = int(step.batch.positions[token] + 1) // RATIO
+        scale = 1.0 if step.scales is None else step.scales[token, :, None].double()
+        dots = ((step.queries[token].double() @ keys[:, :count]) * scale).relu_()
+        x = (dots * step.head_weights[token, :, None].double()).float().view(-1, 2, 2, 2, 2, count)
+        assert torch.equal(x.double().flatten(0, 4), dots * step.head_weights[token, :, None].double())
+        x = x[..., 0, :] + x[..., 1, :]
+        while len(x) > 1:
+            x = x[: len(x) // 2] + x[len(x) // 2 :]
+        x = x[0, ..., 0, :] + x[0, ..., 1, :]
+        x = x[:, 0] + x[:, 1]
+        assert torch.equal(scores.values[token, :count], x[0] + x[1])
+
+
 def test_a_row_does_not_depend_on_its_company(triton_backend: backend.Backend) -> None:
     torch.manual_seed(6)
     step = Step([300, 40, 129, 0, 222], [1] * 5, whole=False)

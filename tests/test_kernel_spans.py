@@ -43,7 +43,9 @@ def test_nothing_beside_a_span_is_touched_or_summed() -> None:
     move_spans(source, target, *table)
     assert torch.equal(target, expected)
     weights = torch.arange(SPAN_WORDS, device=DEVICE) * (1 << 50) + 1
-    sums = sum_spans(target, table[1], table[2], weights).tolist()
-    for total, begin, count in zip(sums, begins, counts, strict=True):
+    sums = torch.full((6,), -7, device=DEVICE)
+    sum_spans(target, table[1], table[2], weights, sums[1:5])
+    assert sums[0] == sums[5] == -7
+    for total, begin, count in zip(sums[1:5].tolist(), begins, counts, strict=True):
         words = source[begin : begin + count].tolist()
         assert total % (1 << 64) == sum(word * (i * (1 << 50) + 1) for i, word in enumerate(words)) % (1 << 64)

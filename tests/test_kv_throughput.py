@@ -29,8 +29,8 @@ def test_throughput(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         assert row.mbytes_a_request == pytest.approx(mbytes)
         assert row.messages_a_request >= mbytes / (4.2 if path == "zeromq" else 16.8)
-        assert row.to_copy is None and row.control_p99_ms is not None
-        assert min(row.control_p99_ms, row.to_tcp, row.to_packed, row.to_memcpy, row.cpu_s_per_gb) > 0
+        assert row.to_copy is None
+        assert min(row.to_tcp, row.to_packed, row.to_memcpy, row.cpu_s_per_gb) > 0
     with capsys.disabled():
         print("", HEADER, *map(line, rows), sep="\n")
 

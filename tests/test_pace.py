@@ -89,6 +89,22 @@ def test_two_clocks_may_drift(rate: float, first: list[float], second: list[floa
         assert times == expected
 
 
+@pytest.mark.parametrize("rate", [0.5, 2.0])
+def test_drift_does_not_add_up_on_a_device_without_a_pause(rate: float) -> None:
+    """Looked at ten times a step, it is known to a tenth of a step when each ended, however many came before."""
+    now_s = 0.0
+    device = Device(1.0, lambda: now_s)
+    pace = Pace(device.mark, lambda: now_s * rate)
+    ends = []
+    for turn in range(200):
+        now_s = turn / 10
+        ends += [end_s for _, _, end_s in pace.over()]
+        if not pace.full:
+            with pace.step([]):
+                pass
+    assert len(ends) == 19 and ends == pytest.approx([rate * number for number in range(1, 20)], abs=0.1 * rate + 1e-9)
+
+
 def test_a_step_that_raises_is_not_waited_for() -> None:
     pace = Pace(Device(60.0).mark)
     with pytest.raises(RuntimeError, match="broke"), pace.step([]):

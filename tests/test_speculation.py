@@ -182,6 +182,14 @@ def test_a_pause_is_of_plain_steps_and_drafts_come_behind_steps_that_store() -> 
     assert settled.count(STORING) <= WARM_STEPS * (len(looks) + 1), "nothing else stores"
 
 
+def test_many_drafts_are_not_looked_at_where_the_first_is_never_right() -> None:
+    """A look at one tells; and when that begins to be right, the others are looked at too."""
+    machine = Machine(linear(0.15), lambda step: (0.9,) * MOST if step >= 4000 else (0.0,) * MOST)
+    tokens = machine.run(Speculation(MOST, batch_sizes(8)), 9000).tokens
+    assert max(tokens[:4000]) == 2 and tokens[:4000].count(2) >= 8 * LOOK_STEPS
+    assert sum(count == MOST + 1 for count in tokens[-2000:]) >= 0.8 * 2000
+
+
 def test_what_looks_back_on_hardly_any_rows_is_not_counted() -> None:
     """Drafts pay warm, and would not cold: a look that began at once would never end a pause."""
     easy = 3000

@@ -569,15 +569,15 @@ def test_a_connection_that_ends_inside_a_frame_leaves_nothing(opener: Opener) ->
 
 
 def large_rows(num_pages: int) -> tuple[CpuMemory, dict[str, Any], list[Any]]:
-    """Memory of pages of a megabyte, its rows, and as many parts to be put there."""
-    rows = {"page": np.zeros((num_pages, 1 << 20), dtype=np.uint8), "slot": np.zeros((1, 64), dtype=np.uint8)}
+    """Memory of pages of four megabytes, its rows, and as many parts to be put there."""
+    rows = {"page": np.zeros((num_pages, 4 << 20), dtype=np.uint8), "slot": np.zeros((1, 64), dtype=np.uint8)}
     generator = np.random.default_rng(1)
-    return CpuMemory(rows), rows, [generator.integers(0, 256, 1 << 20, dtype=np.uint8) for _ in range(num_pages)]
+    return CpuMemory(rows), rows, [generator.integers(0, 256, 4 << 20, dtype=np.uint8) for _ in range(num_pages)]
 
 
 def test_two_threads_put_a_large_chunk_in_its_places() -> None:
     memory, rows, parts = large_rows(5)
-    places, threads = [("page", number, 0, 1 << 20) for number in (3, 0, 4, 1, 2)], set()
+    places, threads = [("page", number, 0, 4 << 20) for number in (3, 0, 4, 1, 2)], set()
     digests = SpanDigests(KEY)
 
     def look(place: Any) -> Any:
@@ -595,7 +595,7 @@ def test_when_one_thread_cannot_put_its_share_nothing_is_written_any_more(broken
     memory, rows, parts = large_rows(4)
     parts[broken] = parts[broken][:-1]
     with pytest.raises(ValueError, match="broadcast"):
-        memory.scatter([("page", number, 0, 1 << 20) for number in range(4)], parts, 0)
+        memory.scatter([("page", number, 0, 4 << 20) for number in range(4)], parts, 0)
     whole = [number for number in range(4) if np.array_equal(rows["page"][number], parts[number])]
     assert whole == ([2, 3] if broken == 0 else [0, 1, 2]), "the other's share is complete when it is said"
 

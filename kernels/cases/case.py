@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from kernels import backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +65,13 @@ class Case:
     must_fraction: float | None = None  # of the floor, where the wish is put that way
     aim_fraction: float | None = None
     bench: bool = False  # a row of scripts/bench_kernels.py; otherwise only checked
+
+
+def invariant(case: Case) -> Case:
+    """The same as a batch-invariant worker runs it, which is cut otherwise."""
+
+    def run(inputs: Any) -> Any:
+        with backend.cutting(alike=True):
+            return case.run(inputs)
+
+    return replace(case, name=f"{case.name}, invariant", run=run)

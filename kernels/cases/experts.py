@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import backend
-from kernels.cases.case import V4_FLASH, Case, Widths
+from kernels.cases.case import V4_FLASH, Case, Widths, invariant
 from kernels.experts import ExpertWeights, experts, route, route_reference, swiglu, swiglu_reference
 from kernels.experts_weights import Stored, dequantised
 from kernels.quant import ACTIVATION_BLOCK, Quantised, simulate_fp8
@@ -27,10 +27,12 @@ def cases(widths: Widths) -> list[Case]:
     found = []
     for tokens in (1, 5, 64, 300, 4096) if widths is V4_FLASH else (1, 5, 70):
         found += [_route(widths, tokens, hashed=False), _route(widths, tokens, hashed=True)]
+    found += [invariant(_route(widths, tokens, hashed=False)) for tokens in (5, 150)]
     found += [_swiglu(widths, tokens, quantised) for tokens in (1, 33) for quantised in (True, False)]
     for tokens in (1, 7, 40, 150, 400) if widths is V4_FLASH else (1, 7, 90):
         found += [_experts(widths, "fp4", tokens, FEW_EXPERTS), _experts(widths, "fp8", tokens, FEW_EXPERTS)]
     found.append(_experts(widths, "plain", 5, FEW_EXPERTS))
+    found.append(invariant(_experts(widths, "fp8", 150, FEW_EXPERTS)))
     if widths is V4_FLASH:
         found += [_experts(widths, "fp4", tokens, widths.experts) for tokens in (1, 8, 64, 256, 1024, 4096)]
     return found

@@ -19,6 +19,7 @@ class Inputs:
     ends_up: Tensor
     counts: Tensor
     weights: Tensor
+    sums: Tensor
 
 
 def make(spans: int, device: torch.device, seed: int) -> Inputs:
@@ -32,12 +33,13 @@ def make(spans: int, device: torch.device, seed: int) -> Inputs:
         weights.random_(generator=generator)
         counts[spans // 2 :].random_(1, SPAN_WORDS, generator=generator)
     begins = torch.arange(spans, device=device) * SPAN_WORDS
-    return Inputs(source, torch.zeros_like(source), begins, begins.flip(0).contiguous(), counts, weights)
+    return Inputs(source, torch.zeros_like(source), begins, begins.flip(0), counts, weights, torch.empty_like(begins))
 
 
 def moved(i: Inputs) -> tuple[Tensor, Tensor]:
     move_spans(i.source, i.target, i.begins, i.ends_up, i.counts)
-    return i.target, sum_spans(i.target, i.ends_up, i.counts, i.weights)
+    sum_spans(i.target, i.ends_up, i.counts, i.weights, i.sums)
+    return i.target, i.sums
 
 
 def moved_in_torch(i: Inputs) -> tuple[Tensor, Tensor]:

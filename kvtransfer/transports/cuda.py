@@ -73,7 +73,10 @@ class Issued:
     on_host: Tensor
 
     def over(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
+        try:
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # of a device that has failed: `result` says so
+            return True
 
     def result(self) -> bytes:
         self.event.synchronize()
@@ -254,11 +257,11 @@ class CudaMemory(DeviceMemory):
 
     def _sums(self, tables: Mapping[str, Tensor]) -> Tensor:
         """Of the spans of ours in tables on the device, in a host tensor that has them when the stream gets there."""
-        sums = [
-            sum_spans(_flat(self._rows[kind]), ends_up, counts, self._weights) for kind, (_, ends_up, counts) in tables.items()
-        ]
-        on_host = self._stream.pinned(8 * sum(map(len, sums))).view(torch.int64)
-        return on_host.copy_(torch.cat(sums), non_blocking=True)
+        sizes = [table.shape[1] for table in tables.values()]
+        sums = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
+        for (kind, (_, ends_up, counts)), part in zip(tables.items(), torch.split(sums, sizes), strict=True):
+            sum_spans(_flat(self._rows[kind]), ends_up, counts, self._weights, part)
+        return self._stream.pinned(sums.nbytes).view(torch.int64).copy_(sums, non_blocking=True)
 
 
 def span_table(sources: Sequence[Place], places: Sequence[Place], row_bytes: int) -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ Look = Callable[[Place], Callable[[Bytes], None]]
 
 
 PIECE_BYTES = 256 << 10  # read and written, twice of it stays in a core's cache
-_SHARED_BYTES = 1 << 20  # from here on two threads copy: below, telling the other one takes longer
+_SHARED_BYTES = 8 << 20  # from here on two threads copy: for less, telling the other one costs what it gains
 
 
 def no_look(place: Place) -> Callable[[Bytes], None]:
@@ -70,7 +70,9 @@ class DevicePeer:
 class Begun(Protocol):
     """Work of a device that was started."""
 
-    def over(self) -> bool: ...
+    def over(self) -> bool:
+        """Whether `result` would not have to wait."""
+        ...
 
     def result(self) -> bytes:
         """Waits for it. Raises what the device raises."""

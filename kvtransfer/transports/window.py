@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from kvtransfer.transports import Place
 from kvtransfer.transports.memory import Rows
@@ -45,13 +46,18 @@ class Window:
 
         Not one byte of those may be touched again: a sealed chunk is decrypted in place, before it is known to be true.
         """
-        chunk = Ground()
+        chunk: dict[tuple[str, int], list[tuple[int, Place]]] = {}
         for place in wanted:
             kind, number, offset, nbytes = place
             granted = number in self.pages if kind == "page" else number == self.slot
-            if not granted or offset + nbytes > rows[kind][1] or self._landed.overlaps(place) or chunk.overlaps(place):
+            if not granted or offset + nbytes > rows[kind][1] or self._landed.overlaps(place):
                 return place
-            chunk.add(place)
+            chunk.setdefault((kind, number), []).append((offset, place))
+        for spans in chunk.values():
+            spans.sort()
+            for (begin, (_, _, _, nbytes)), (next_begin, place) in pairwise(spans):
+                if begin + nbytes > next_begin:
+                    return place
         return None
 
     def land(self, number: int, wanted: Sequence[Place]) -> None:
