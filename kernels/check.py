@@ -37,6 +37,14 @@ def groups() -> list[str]:
     return [name for name in names if name != "case"]
 
 
+def wanted_groups(only: str, parser: argparse.ArgumentParser) -> list[str]:
+    """Those whose name contains `only`; that none does is a usage error."""
+    wanted = [group for group in groups() if only in group]
+    if not wanted:
+        parser.error(f"--only {only}: no case file has that in its name; there are {', '.join(groups())}")
+    return wanted
+
+
 def cases_of(group: str, widths: Widths) -> list[Case]:
     found: list[Case] = importlib.import_module(f"kernels.cases.{group}").cases(widths)
     return found
@@ -98,10 +106,10 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if backend.INTERPRETED:
         parser.error("TRITON_INTERPRET is set, so nothing would be compiled: unset it")
+    wanted = wanted_groups(options.only, parser)
     if not options.arch and not torch.cuda.is_available():
         parser.error("torch finds no GPU here: name the architectures to compile for, --arch sm_90 --arch sm_120")
 
-    wanted = [group for group in groups() if options.only in group]
     compiled = compile_everything(options.arch or own_target(), wanted)
     measured = []
     if torch.cuda.is_available():

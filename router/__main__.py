@@ -36,9 +36,11 @@ def main() -> None:
     except (TokenizerError, ClusterKeyError) as error:
         sys.exit(f"router: {error}")
     except zmq.ZMQError as error:
-        sys.exit(f"router: cannot bind the inbox {config.inbox_host}:{config.inbox_port}: {error}")
+        sys.exit(
+            f"router: cannot listen on --inbox-host {config.inbox_host} --inbox-port {config.inbox_port}: {error.strerror}"
+        )
     except OSError as error:
-        sys.exit(f"router: cannot listen on {config.host}:{config.port}: {error}")
+        sys.exit(f"router: cannot listen on --host {config.host} --port {config.port}: {error.strerror}")
 
 
 if __name__ == "__main__":

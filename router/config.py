@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wire.curve import require_key
-from wire.options import option
+from wire.options import option, require_port
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,13 @@ class RouterConfig:
     stream_buffer_bytes: int = option(1 << 20, help="a client that leaves more than this unread loses its stream")
 
     def __post_init__(self) -> None:
+        require_port("--port", self.port)
+        require_port("--inbox-port", self.inbox_port)
         if self.inbox_host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"--inbox-host {self.inbox_host} also needs --advertise: the name workers reach this host by")
         require_key("--inbox-host", self.inbox_host, self.cluster_key, self.insecure)
+        if self.model and not Path(self.model).is_dir():
+            raise ValueError(f"--model {self.model}: there is no such folder")
         for name in (
             "request_timeout_s",
             "dead_after_s",

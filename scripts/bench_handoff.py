@@ -59,9 +59,9 @@ class BenchConfig:
     chunk_tokens: int = option(0, help="tokens of a prefill chunk; 0: the worker's own choice")
     transport: str = option("auto", help="how KV travels; several with commas between them: one after another")
     starts: int = option(2, help="starts of the whole system at least; the first may compile")
-    router_args: str = option("", help="further flags for the router, in one string")
-    prefill_args: str = option("", help="further flags for the prefill worker, in one string")
-    decode_args: str = option("", help="further flags for the decode worker, in one string")
+    router_args: str = option("", help="further flags for the router, in one string, with =: --router-args='--timeline'")
+    prefill_args: str = option("", help="further flags for the prefill worker, in one string, with =")
+    decode_args: str = option("", help="further flags for the decode worker, in one string, with =")
     json: str = option("", help="also write the figures to this file")
 
     def __post_init__(self) -> None:
@@ -204,11 +204,15 @@ def checkpoint(config: BenchConfig) -> Iterator[Path]:
 
 
 def run(config: BenchConfig) -> Figures:
-    """Shows what it finds as it comes. Raises LaunchError, or ValueError for a request whose way cannot be told."""
+    """Shows what it finds as it comes. Raises LaunchError, or ValueError for prompts that the model does not take
+    and for a request whose way cannot be told."""
     figures: Figures = {"machine": machine(config), "starts": [], "handoffs": [], "timelines": []}
     texts: dict[int, list[int]] = {}
     with checkpoint(config) as model:
-        vocabulary = ModelConfig.load(model).vocab_size
+        served = ModelConfig.load(model)
+        prompt, output, most = max(config.lengths), config.output_tokens, served.max_position_embeddings
+        if prompt + output > most:
+            raise ValueError(f"--prompts {prompt} with --output-tokens {output}: the model takes {most} tokens together")
         for number, transport in enumerate(config.transports, 1):
             system, limited = System(config.local(model, transport)), config.device == "cuda" and number > 1
             try:
@@ -217,7 +221,7 @@ def run(config: BenchConfig) -> Figures:
                 figures["starts"].append(start_row(number, transport, system, time.monotonic() - begin_s, limited))
                 show(figures["starts"][-1])
                 if number > len(config.transports) - len(config.transport.split(",")):
-                    for row, way in measure(system, url, config, vocabulary, texts):
+                    for row, way in measure(system, url, config, served.vocab_size, texts):
                         figures["handoffs"].append({"transport": transport} | row)
                         figures["timelines"].append({"transport": transport, "prompt": row["prompt"], "lines": way.lines()})
                         show(figures["handoffs"][-1])

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from kernels.cases.case import V4_FLASH
-from kernels.check import compile_everything, groups, own_target
+from kernels.check import compile_everything, own_target, wanted_groups
 from kernels.measure import Measured, measure_everything
 
 
@@ -38,7 +38,7 @@ def main() -> int:
         parser.error(
             "torch finds no GPU here: there is nothing to time (python -m kernels.check --arch sm_90 compiles without)"
         )
-    wanted = [group for group in groups() if options.only in group]
+    wanted = wanted_groups(options.only, parser)
     compile_everything(own_target(), wanted)  # in parallel; what is measured then is found ready
     measured = measure_everything(wanted, [V4_FLASH], bench_only=True)
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"

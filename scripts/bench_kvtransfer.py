@@ -42,6 +42,8 @@ from wire.options import option, parse
 from wire.sockets import Inbox, Outbox, open_context
 from wire.worker import SWITCH_INTERVAL_S
 
+PATHS = ("zeromq", "shm", "cuda_ipc", "auto")
+
 
 @dataclass(frozen=True)
 class BenchConfig:
@@ -54,7 +56,7 @@ class BenchConfig:
     contexts: str = option("1024,8192,32768,131072", help="tokens of KV a request")
     requests: str = option("1,8,64", help="requests at once")
     lanes: str = option("1,2", help="connections")
-    paths: str = option("zeromq,shm", help="zeromq, shm, cuda_ipc, auto")
+    paths: str = option("zeromq,shm", help=", ".join(PATHS))
     arena: str = option("cpu,cpu", help="where the two arenas are, prefill's and decode's: cpu, cuda, cuda:0, ...")
     digest_cost: bool = option(False, help="instead of the table: what is reached with and without a digest, in turns")
     most_gb: float = option(4.0, help="larger cases are left out")
@@ -77,6 +79,15 @@ class BenchConfig:
         require_key(name, host, self.cluster_key, self.insecure)
         if len(self.devices) != 2:
             raise ValueError(f"--arena is {self.arena!r}; it must name two devices")
+        if self.connect and not self.connect.rpartition(":")[2].isdigit():
+            raise ValueError(f"--connect is {self.connect!r}; it must be HOST:PORT")
+        if unknown := sorted(set(self.paths.split(",")) - set(PATHS)):
+            raise ValueError(f"--paths {unknown[0]}: the paths are {', '.join(PATHS)}")
+        if "cuda_ipc" in self.paths.split(",") and not all(device.startswith("cuda") for device in self.devices):
+            raise ValueError(f"--paths cuda_ipc goes between GPUs; --arena is {self.arena}: give --arena cuda:0,cuda:1")
+        here = self.devices[:1] if self.connect else self.devices
+        if any(device.startswith("cuda") for device in here) and not torch.cuda.is_available():
+            raise ValueError(f"--arena is {self.arena}: torch finds no GPU here")
         if self.digest_cost and (self.arena != "cpu,cpu" or self.sealed or self.cluster_key or self.connect):
             raise ValueError("--digest-cost is of arenas of the CPU, two processes of this host, and bulk that is not sealed")
         if self.cluster_key:
@@ -101,13 +112,13 @@ class Row:
     mbytes_a_request: float
     messages_a_request: float
     cpu_s_per_gb: float
-    control_p99_ms: float
+    control_p99_ms: float | None  # None: not measured, with one repeat
     to_tcp: float
     to_packed: float
     to_memcpy: float
     tcp_gb_per_s: float
     tcp_cpu_s_per_gb: float
-    to_copy: float  # of GPU arenas: to a peer copy (cuda_ipc), or to the slower of the copies to and from pinned memory
+    to_copy: float | None  # of GPU arenas: to a peer copy (cuda_ipc), or to the slower of the copies to and from pinned memory
 
 
 class Source:
@@ -121,7 +132,10 @@ class Source:
         self.arena = _filled(self.layout, num_pages, config.devices[0])
         self.host_pages = host_pages(self.arena)
         options = BulkOptions(path, lanes)
-        self._control = socket.create_connection(target)
+        try:
+            self._control = socket.create_connection(target)
+        except OSError as error:
+            raise SystemExit(f"no decode side answers at {target[0]}:{target[1]}: {error.strerror}") from error
         self._lines = self._control.makefile("r")
         self._control.sendall(prove(config.cluster_key, self._lines.readline().strip()).encode())
         order = {"pages": num_pages, "options": astuple(options), "sealed": sealed, "busy": config.busy}
@@ -188,10 +202,10 @@ class Source:
         gb = pages * self.layout.page_bytes / 1e9
         return gb / seconds, (self.cpu_seconds() - cpu_s) / gb
 
-    def copy_floor(self, path: str) -> float:
-        """GB/s of what a path between GPUs cannot be faster than; 0 for arenas of the CPU."""
+    def copy_floor(self, path: str) -> float | None:
+        """GB/s of what a path between GPUs cannot be faster than; None for arenas of the CPU."""
         if not self.arena.pages.is_cuda:
-            return 0.0
+            return None
         pages = self.arena.pages[: 1 + (256 << 20) // self.layout.page_bytes]
         if path == "cuda_ipc":
             return copy_rate(torch.empty_like(pages, device=self._config.devices[1]), pages)
@@ -293,9 +307,9 @@ def measure(source: Source, path: str, lanes: int, context: int, requests: int, 
         link.path, lanes, context, requests, rate,
         statistics.median(p50), statistics.median(p99), num_bytes / 1e6,
         (source.transport.counters()["chunks_sent"] - messages) / repeats / requests, cpu_s / gb,
-        sorted(trips)[int(0.99 * len(trips))] * 1e3 if trips else 0.0,
+        sorted(trips)[int(0.99 * len(trips))] * 1e3 if trips else None,
         to_tcp, to_packed, to_memcpy,
-        statistics.median(rate for rate, _ in tcp), statistics.median(cpu for _, cpu in tcp), rate / copy if copy else 0.0,
+        statistics.median(rate for rate, _ in tcp), statistics.median(cpu for _, cpu in tcp), rate / copy if copy else None,
     )  # fmt: skip
 
 
@@ -389,11 +403,13 @@ HEADER = (
 
 
 def line(row: Row) -> str:
+    """What was not measured is left empty."""
+    to_copy, control = ("" if number is None else f"{number:.2f}" for number in (row.to_copy, row.control_p99_ms))
     return (
         f"{row.path:8} {row.lanes:5}  {row.context:7} {row.requests:2}  {row.gb_per_s:5.2f}  {row.to_tcp:4.2f}"
-        f"  {row.to_packed:7.2f}  {row.to_memcpy:7.2f}  {row.to_copy:5.2f}  {row.p50_ms:8.1f}  {row.p99_ms:8.1f}"
+        f"  {row.to_packed:7.2f}  {row.to_memcpy:7.2f}  {to_copy:>5}  {row.p50_ms:8.1f}  {row.p99_ms:8.1f}"
         f"  {row.mbytes_a_request:6.1f}  {row.messages_a_request:7.1f}"
-        f"     {row.cpu_s_per_gb:4.2f} ({row.tcp_cpu_s_per_gb:4.2f})  {row.control_p99_ms:11.2f}"
+        f"     {row.cpu_s_per_gb:4.2f} ({row.tcp_cpu_s_per_gb:4.2f})  {control:>11}"
     )
 
 

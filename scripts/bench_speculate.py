@@ -81,6 +81,8 @@ class BenchConfig:
             raise ValueError(f"--prompt-tokens and --tokens: together at most {PAGE_TOKENS - MOST_DRAFTS}, a page")
         if not 0 < self.replays <= MOST_STEPS // (MOST_DRAFTS + 1):
             raise ValueError(f"--replays is {self.replays}: from 1 to {MOST_STEPS // (MOST_DRAFTS + 1)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: torch finds no GPU here")
         if self.numbers("drafts")[0] or max(self.numbers("drafts")) > MOST_DRAFTS:
             raise ValueError(f"--drafts {self.drafts}: 0 comes first, and {MOST_DRAFTS} is the most")
 

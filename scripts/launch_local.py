@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from wire.options import option, parse
+from wire.options import option, parse, require_port
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED_MODEL = ROOT / "bundled/tiny"
@@ -36,13 +36,14 @@ class LocalConfig:
     prefill: int = option(1, help="prefill workers")
     decode: int = option(1, help="decode workers")
     device: str = option("cpu", help="where the workers compute", choices=("cpu", "cuda"))
-    router_args: str = option("", help="further flags for the router, in one string")
-    prefill_args: str = option("", help="further flags for every prefill worker, in one string")
-    decode_args: str = option("", help="further flags for every decode worker, in one string")
+    router_args: str = option("", help="further flags for the router, in one string, with =: --router-args='--timeline'")
+    prefill_args: str = option("", help="further flags for every prefill worker, in one string, with =")
+    decode_args: str = option("", help="further flags for every decode worker, in one string, with =")
     log_dir: str = option("", help="folder for the processes' logs; empty: a new temporary one")
     timeout_s: float = option(900.0, help="give up when nothing was served after this long; a GPU compiles its kernels first")
 
     def __post_init__(self) -> None:
+        require_port("--port", self.port)
         if self.prefill < 1 or self.decode < 1:
             raise ValueError("--prefill and --decode must be at least 1: a request needs one of each")
 
@@ -59,7 +60,7 @@ class Child:
         self.log = log_dir / f"{name}.log"
         self._lines: list[tuple[float, str]] = []  # when it came, what
         self._spawned_s = time.monotonic()
-        with self.log.open("wb") as stderr:
+        with _open_log(self.log) as stderr:
             self.process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -81,12 +82,15 @@ class Child:
         return next((at_s for at_s, line in list(self._lines) if line.startswith(prefix)), math.inf) - self._spawned_s
 
     def check(self) -> None:
-        """Raises LaunchError with the process's last word when it has ended."""
+        """Raises LaunchError when it has ended. Its last word is the reason only if it ended itself, with a failure."""
         code = self.process.poll()
-        if code is not None:
+        if code is None:
+            return
+        end = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+        if code > 0:
             words = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-            why = words[-1] if words else "it said nothing"
-            raise LaunchError(f"{self.name} ended with exit code {code}: {why} (log: {self.log})")
+            end += f": {words[-1] if words else 'it said nothing'}"
+        raise LaunchError(f"{self.name} {end} (log: {self.log})")
 
     def _read(self, stdout: IO[str]) -> None:
         for line in stdout:
@@ -97,27 +101,27 @@ class System:
     """All children. Started in order, watched, and stopped together."""
 
     def __init__(self, config: LocalConfig) -> None:
+        """Makes the folder of the logs, last: what cannot start leaves none. Raises LaunchError."""
         self.config = config
-        self.log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="pdserve-"))
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._model = str(Path(config.model).resolve() if config.model else BUNDLED_MODEL)
+        if not Path(self._model, "config.json").is_file():
+            raise LaunchError(f"--model {config.model}: no config.json there; give a checkpoint folder in the released format")
+        self._gpus = visible_gpus() if config.device == "cuda" else []
+        self.log_dir = _make_log_dir(config.log_dir)
         self.children: list[Child] = []
         self.deadline_s = time.monotonic() + config.timeout_s
 
     def start(self) -> str:
         """Starts everything; returns the URL once a probe has been served. Raises LaunchError."""
-        config = self.config
-        model = str(Path(config.model).resolve() if config.model else BUNDLED_MODEL)
-        if not Path(model, "config.json").is_file():
-            raise LaunchError(f"--model {config.model}: no config.json there; give a checkpoint folder in the released format")
-        router = self._spawn("router", "router", self._router_flags(model))
+        config, gpus = self.config, self._gpus
+        router = self._spawn("router", "router", self._router_flags())
         inbox = self._wait_line(router, "inbox ")
-        gpus = visible_gpus() if config.device == "cuda" else []
         workers = [("prefill", index, config.prefill_args) for index in range(config.prefill)]
         workers += [("decode", index, config.decode_args) for index in range(config.decode)]
         for number, (role, index, extra) in enumerate(workers):
             if gpus and number >= len(gpus):  # it measures what the one before on its GPU has left
                 self._wait_line(self.children[1 + number - len(gpus)], "serving ")
-            flags = ["--model", model, "--router", inbox, "--device", config.device]
+            flags = ["--model", self._model, "--router", inbox, "--device", config.device]
             flags += [*memory_flags(number, len(workers), len(gpus)), *shlex.split(extra)]
             self._spawn(f"{role}-{index}", role, flags, gpus[number % len(gpus)] if gpus else None)
         return self._wait_line(router, "ready ")
@@ -141,8 +145,8 @@ class System:
                 child.process.kill()
                 child.process.wait()
 
-    def _router_flags(self, model: str) -> list[str]:
-        flags = ["--model", model, "--host", self.config.host, "--port", str(self.config.port)]
+    def _router_flags(self) -> list[str]:
+        flags = ["--model", self._model, "--host", self.config.host, "--port", str(self.config.port)]
         return [*flags, *shlex.split(self.config.router_args)]
 
     def _spawn(self, name: str, module: str, flags: list[str], gpu: str | None = None) -> Child:
@@ -162,6 +166,11 @@ class System:
                 raise LaunchError(f"nothing was served within {self.config.timeout_s:g} s; logs are in {self.log_dir}")
             time.sleep(0.02)
         return child.line(prefix)
+
+
+def signal_name(number: int) -> str:
+    """Also of a real-time signal, which has no name."""
+    return f"signal {number} ({signal.Signals(number).name})" if number in list(signal.Signals) else f"signal {number}"
 
 
 def memory_flags(number: int, workers: int, gpus: int) -> list[str]:
@@ -187,6 +196,23 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(count)]
 
 
+def _make_log_dir(log_dir: str) -> Path:
+    try:
+        if not log_dir:
+            return Path(tempfile.mkdtemp(prefix="pdserve-"))
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--log-dir {log_dir}: no folder can be made there: {error.strerror}") from error
+    return Path(log_dir)
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise LaunchError(f"--log-dir {path.parent}: {path.name} can not be written: {error.strerror}") from error
+
+
 def _die_with_parent() -> None:
     """In the child: SIGTERM when the launcher dies, however it dies (Linux)."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -203,6 +229,7 @@ def main() -> int:
     system: System | None = None
     try:
         system = System(config)
+        print(f"launch_local: logs are in {system.log_dir}", file=sys.stderr, flush=True)
         print(f"ready {system.start()}", flush=True)
         system.watch()
     except LaunchError as error:

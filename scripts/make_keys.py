@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from wire.curve import ClusterKey
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m scripts.make_keys FILE", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser("python -m scripts.make_keys", description="Makes the key of a cluster.")
+    parser.add_argument("file", metavar="FILE", help="where to write it; a file that is there is never replaced")
+    path: str = parser.parse_args(arguments).file
     try:
-        ClusterKey.generate().write(arguments[0])
+        ClusterKey.generate().write(path)
     except OSError as error:
-        print(f"{arguments[0]} cannot be made: {error.strerror}", file=sys.stderr)
+        print(f"{path} cannot be made: {error.strerror}", file=sys.stderr)
         return 1
-    print(f"{arguments[0]}: copy it to every host over a safe way, readable by the service's user alone, and start")
+    print(f"{path}: copy it to every host over a safe way, readable by the service's user alone, and start")
     print("router, prefill and decode workers with --cluster-key")
     return 0
 

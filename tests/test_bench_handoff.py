@@ -14,7 +14,7 @@ import pytest
 from scripts import bench_handoff
 from scripts.bench_handoff import BenchConfig, checkpoint, main
 from scripts.handoff_timeline import Way, way_of
-from scripts.launch_local import BUNDLED_MODEL
+from scripts.launch_local import BUNDLED_MODEL, LaunchError, System
 from wire.options import parse
 from wire.timeline import Moment
 
@@ -159,6 +159,24 @@ def test_a_checkpoint_is_made_once_or_for_a_while(tmp_path: Path) -> None:
     assert not folder.exists()
     with checkpoint(parse(BenchConfig, "", [])) as folder:
         assert folder == BUNDLED_MODEL
+
+
+def test_prompts_that_the_model_does_not_take_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Any] = []
+
+    def start(system: Any) -> str:
+        started.append(system)
+        raise LaunchError("started")
+
+    monkeypatch.setattr(System, "start", start)
+    refusal = "--prompts 16384 with --output-tokens 2: the model takes 16384"
+    for prompt, said in ((16384, refusal), (16382, "started")):
+        monkeypatch.setattr(sys, "argv", ["bench_handoff", "--prompts", f"8,{prompt}", "--output-tokens", "2"])
+        assert main() == 2
+        assert said in capsys.readouterr().err
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize("wrong", [["--prompts", "1"], ["--prompts", "300,x"], ["--output-tokens", "1"], ["--repeats", "0"]])

@@ -43,6 +43,14 @@ def test_figures_of_counts() -> None:
     assert expected(0.5, 2) == 1.75
 
 
+def test_a_gpu_that_is_not_there_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["bench_speculate", *SHORT, "--device", "cuda"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2 and "torch finds no GPU here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", [["--drafts", "1,2"], ["--drafts", "0,5"], ["--tokens", "200"], ["--replays", "0"]])
 def test_what_cannot_be_measured_is_refused(wrong: list[str]) -> None:
     with pytest.raises(SystemExit):

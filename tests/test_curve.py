@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from router.config import RouterConfig
+from scripts import make_keys
 from wire.curve import ClusterKey, require_key
 from wire.heartbeat import Heartbeat
 from wire.messages import Abort, Status
@@ -149,6 +150,18 @@ def test_listening_beyond_this_host_takes_a_key_or_a_word(host: str, caplog: pyt
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_loopback_needs_none(host: str) -> None:
     require_key("--host", host, "", False)
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--out"], 2), ([], 2), (["one", "two"], 2)])
+def test_make_keys_writes_no_file_for_an_option(
+    arguments: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        make_keys.main(arguments)
+    assert stop.value.code == code
+    assert "usage: python -m scripts.make_keys" in "".join(capsys.readouterr())
+    assert not list(tmp_path.iterdir())
 
 
 def test_make_keys_makes_one_and_never_overwrites(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
+from wire.curve import ClusterKey, secure
 from wire.heartbeat import Heartbeat
 from wire.messages import Status
 from wire.sockets import Inbox
@@ -103,6 +104,40 @@ def test_what_cannot_be_encoded_fails_where_it_is_published(context: zmq.Context
     heartbeat.close()
     assert collect(inbox, 0.2)[-1].state == "gone"
     inbox.close()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_router_that_is_not_there_is_warned_of_once(context: zmq.Context[Any], caplog: pytest.LogCaptureFixture) -> None:
+    inbox = Inbox(context)
+    inbox.close()
+    heartbeat = Heartbeat(context, inbox.address, status(), period_s=0.02, unheard_s=0.2)
+    time.sleep(0.1)
+    assert not warnings_of(caplog)
+    time.sleep(0.5)
+    heartbeat.close()
+    (line,) = warnings_of(caplog)
+    assert inbox.address in line and "--cluster-key" in line
+
+
+@pytest.mark.parametrize("worker_has", ["another key", "no key", "the key"])
+def test_only_a_router_with_another_key_is_warned_of(worker_has: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The connection is made either way: it is the handshake that fails."""
+    ours, router, worker = ClusterKey.generate(), zmq.Context[Any](), zmq.Context[Any]()
+    secure(router, ours)
+    if worker_has != "no key":
+        secure(worker, ours if worker_has == "the key" else ClusterKey.generate())
+    inbox = Inbox(router)
+    heartbeat = Heartbeat(worker, inbox.address, status(), period_s=0.02, unheard_s=0.2)
+    heard = collect(inbox, 0.7)
+    heartbeat.close()
+    inbox.close()
+    for each in (router, worker):
+        each.destroy(linger=0)
+    assert bool(heard) == (worker_has == "the key")
+    assert len(warnings_of(caplog)) == (worker_has != "the key")
 
 
 def test_an_address_that_is_none_raises(context: zmq.Context[Any]) -> None:

@@ -62,6 +62,13 @@ def test_it_refuses_to_run_where_it_could_say_nothing() -> None:
     assert done.returncode == 2 and "TRITON_INTERPRET" in done.stderr
 
 
+def test_a_name_that_no_case_file_has_is_refused() -> None:
+    """It compiled nothing, printed nothing, and exited with 0: that every kernel runs."""
+    done = run("-m", "kernels.check", "--arch", "sm_90", "--only", "nothingsuch")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nothingsuch" in done.stderr and "attention, " in done.stderr
+
+
 def test_a_workspace_gives_the_same_addresses_again_and_says_when_it_is_full() -> None:
     workspace = Workspace(4096, "cpu")
     addresses = []

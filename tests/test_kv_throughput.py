@@ -5,13 +5,15 @@ Prints the table (run pytest with -s); asserts that every byte arrived, and no s
 
 from __future__ import annotations
 
+import socket
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from kvtransfer.arena import Arena
 from kvtransfer.transports import Landed, Span, Wrote
-from scripts.bench_kvtransfer import HEADER, BenchConfig, digest_cost, line, run
+from scripts.bench_kvtransfer import HEADER, BenchConfig, Row, digest_cost, line, run
 from scripts.kv_ends import flash_layout
 from scripts.kv_undigested import UndigestedTransport
 from tests.transfer_rig import LAYOUT, collect, of_type
@@ -27,6 +29,7 @@ def test_throughput(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         assert row.mbytes_a_request == pytest.approx(mbytes)
         assert row.messages_a_request >= mbytes / (4.2 if path == "zeromq" else 16.8)
+        assert row.to_copy is None
         assert min(row.to_tcp, row.to_packed, row.to_memcpy, row.cpu_s_per_gb) > 0
     with capsys.disabled():
         print("", HEADER, *map(line, rows), sep="\n")
@@ -51,11 +54,33 @@ def test_an_engine_without_digests_makes_none() -> None:
     into.close()
 
 
+def test_a_decode_side_that_is_not_there_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(SystemExit, match=f"no decode side answers at {address}: Connection refused"):
+        run(BenchConfig(contexts="256", requests="1", connect=address), show=False)
+
+
+def test_what_was_not_measured_is_left_empty() -> None:
+    numbers = {each.name: 1.0 for each in fields(Row)} | {"path": "shm", "lanes": 1, "context": 256, "requests": 1}
+    whole = line(Row(**numbers)).split()  # type: ignore[arg-type]
+    without = line(Row(**numbers | {"to_copy": None, "control_p99_ms": None}))  # type: ignore[arg-type]
+    assert len(without) == len(HEADER) and without.split() == whole[:8] + whole[9:-1]
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"arena": "cuda:0"}, "must name two devices"), ({"digest_cost": True, "sealed": True}, "bulk that is not sealed")],
-    ids=["arena", "sealed"],
+    [
+        ({"arena": "cuda:0"}, "must name two devices"),
+        ({"arena": "cpu,cuda:0"}, "torch finds no GPU here"),
+        ({"digest_cost": True, "sealed": True}, "bulk that is not sealed"),
+        ({"paths": "shm,foo"}, "--paths foo: the paths are zeromq, shm"),
+        ({"paths": "zeromq,cuda_ipc"}, "between GPUs"),
+        ({"connect": "somewhere"}, "must be HOST:PORT"),
+    ],
+    ids=["arena", "gpu", "sealed", "path", "cuda_ipc", "connect"],
 )
-def test_what_the_benchmark_cannot_do_is_refused(options: dict[str, Any], word: str) -> None:
+def test_what_the_benchmark_cannot_do_is_refused(options: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match=word):
         BenchConfig(**options)

@@ -20,7 +20,7 @@ import pytest
 import zmq
 
 from scripts import launch_local
-from scripts.launch_local import LocalConfig, System
+from scripts.launch_local import Child, LaunchError, LocalConfig, System
 from tests.system import ROOT, TINY, Server, running
 
 
@@ -30,8 +30,8 @@ def server() -> Iterator[Server]:
         yield each
 
 
-def launch(*flags: str, cwd: str | Path = "/") -> subprocess.Popen[str]:
-    environment = {**os.environ, "PDSERVE_PYTHON": sys.executable}
+def launch(*flags: str, cwd: str | Path = "/", **environment: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PDSERVE_PYTHON": sys.executable, **environment}
     command = [str(ROOT / "scripts/launch_local.sh"), "--port", "0", *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd)
 
@@ -89,6 +89,26 @@ def test_a_failure_is_one_line_and_a_non_zero_exit(flags: list[str], word: str) 
     assert word in err.strip().splitlines()[-1], err
 
 
+@pytest.mark.parametrize("log_dir", ["taken", "taken/logs", "/proc/logs", "full"])
+def test_logs_that_cannot_be_written_are_one_line(log_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    (tmp_path / "full/router.log").mkdir(parents=True)
+    system = None
+    with pytest.raises(LaunchError, match=f"^--log-dir .*{log_dir}: "):
+        system = System(LocalConfig(log_dir=str(tmp_path / log_dir)))
+        system.start()
+    assert (system is None) == (log_dir != "full") and (system is None or not system.children)
+
+
+def test_what_cannot_start_leaves_no_folder_and_what_starts_says_where_its_logs_are(tmp_path: Path) -> None:
+    for flags, folders in ((["--model", "/nowhere"], 0), (["--router-args=--nonsense"], 1)):
+        process = launch(*flags, TMPDIR=str(tmp_path))
+        _, err = process.communicate(timeout=60)
+        made = list(tmp_path.glob("pdserve-*"))
+        assert process.returncode == 1 and len(made) == folders
+        assert all(f"logs are in {folder}\n" in err and (folder / "router.log").read_text() for folder in made)
+
+
 def test_a_broken_checkpoint_names_the_tensor(tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "model")
     data = (tmp_path / "model/model.safetensors").read_bytes()
@@ -96,7 +116,8 @@ def test_a_broken_checkpoint_names_the_tensor(tmp_path: Path) -> None:
     process = launch("--model", str(tmp_path / "model"))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert len(err.strip().splitlines()) == 1 and "layers.3.attn.attn_s" in err, err
+    _, why = err.strip().splitlines()
+    assert "layers.3.attn.attn_s" in why
 
 
 def test_relative_paths_are_the_callers(tmp_path: Path) -> None:
@@ -118,8 +139,24 @@ def test_a_child_that_dies_later_stops_the_rest() -> None:
     children = children_of(process.pid)
     os.kill(children[1], signal.SIGKILL)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 1 and "prefill-0" in err, err
+    assert process.returncode == 1 and "prefill-0 was killed by signal 9 (SIGKILL) (log: " in err, err
     assert not [pid for pid in children if alive(pid)]
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("exit 5", "ended with exit code 5: a last word"),
+        ("exit 0", "ended with exit code 0"),
+        ("kill -TERM $$", r"was killed by signal 15 \(SIGTERM\)"),
+        ("kill -40 $$", "was killed by signal 40"),
+    ],
+)
+def test_the_last_word_of_a_child_is_the_reason_only_of_its_own_failure(end: str, said: str, tmp_path: Path) -> None:
+    child = Child("decode-0", ["bash", "-c", f"echo a last word >&2; {end}"], tmp_path, {**os.environ})
+    child.process.wait(10)
+    with pytest.raises(LaunchError, match=rf"^decode-0 {said} \(log: .*decode-0\.log\)$"):
+        child.check()
 
 
 def test_two_clusters_on_one_host_do_not_collide(server: Server) -> None:

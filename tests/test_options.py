@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from router.config import RouterConfig
+from scripts.launch_local import LocalConfig
 from wire.options import option, parse
+from wire.worker import WorkerConfig
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,26 @@ def test_a_wrong_line_says_what_is_wrong_and_exits_2(argv: list[str], message: s
         parse(Config, "worker", argv)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "flags"),
+    [
+        (RouterConfig, ["--port"]),
+        (RouterConfig, ["--inbox-port"]),
+        (LocalConfig, ["--port"]),
+        (WorkerConfig, ["--model=m", "--router=tcp://h:1", "--port"]),
+    ],
+)
+def test_a_port_that_is_none_is_refused_with_the_range(
+    program: type, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for port in ("-1", "65536"):
+        with pytest.raises(SystemExit) as stop:
+            parse(program, "any", [*flags, port])
+        assert stop.value.code == 2
+        assert f"{flags[-1]} is {port}; ports are 0 to 65535" in capsys.readouterr().err
+    parse(program, "any", [*flags, "65535"])
 
 
 def test_a_bool_without_default_is_required() -> None:

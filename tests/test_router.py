@@ -626,23 +626,28 @@ def test_the_process_announces_itself_serves_and_ends_streams_on_sigterm() -> No
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("what", ["port", "inbox", "tokenizer", "advertise"])
+USAGE_ERRORS = ("advertise", "--model /nowhere")
+
+
+@pytest.mark.parametrize("what", ["--port", "--inbox-port", "tokenizer", "advertise", "--model /nowhere"])
 def test_a_start_that_cannot_work_is_one_line_and_exit_1(what: str, tmp_path: Path) -> None:
     async def run() -> None:
         (tmp_path / "tokenizer.json").write_text("{}")
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
             options = {
-                "port": ("--port", port),
-                "inbox": ("--port", "0", "--inbox-port", port),
+                "--port": ("--port", port),
+                "--inbox-port": ("--port", "0", "--inbox-port", port),
                 "tokenizer": ("--port", "0", "--tokenizer", str(tmp_path)),
+                "--model /nowhere": ("--port", "0", "--model", "/nowhere"),
                 "advertise": ("--port", "0", "--inbox-host", "0.0.0.0"),
             }[what]
             async with process("router", *options) as router:
                 _, errors = await asyncio.wait_for(router.communicate(), 20)
         last = errors.decode().strip().splitlines()
-        assert router.returncode == (2 if what == "advertise" else 1)
-        assert "Traceback" not in errors.decode() and what in last[-1].replace("listen on", "port")
-        assert len(last) == 1 or what == "advertise"
+        assert router.returncode == (2 if what in USAGE_ERRORS else 1)
+        assert "Traceback" not in errors.decode() and what in last[-1]
+        assert not what.endswith("port") or f"{what} {port}: Address already in use" in last[-1]
+        assert len(last) == 1 or what in USAGE_ERRORS
 
     asyncio.run(run())

@@ -730,5 +730,5 @@ def test_a_port_that_is_taken_is_one_line_and_exit_1() -> None:
     with process("decode", router, "--model", str(GOLDEN / "model"), "--port", port) as child:
         out, err = child.communicate(timeout=60)
     assert (child.returncode, out) == (1, "")
-    assert err.count("\n") == 1 and "in use" in err
+    assert err.count("\n") == 1 and f"--port {port}: Address already in use" in err
     router.close()

@@ -2,11 +2,13 @@
 
 The loop publishes what it is; the thread repeats the last word with a socket of its own. The router is told at once
 when the worker starts, and once more, with state "gone", when it leaves. A loop that has published nothing for
-`STALE_S` is stuck: its heartbeat falls silent, so that silence means dead here too, until it publishes again.
+`STALE_S` is stuck: its heartbeat falls silent, so that silence means dead here too, until it publishes again. A router
+that no Status reaches, because it is not there or has another key, is logged.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -20,13 +22,23 @@ from wire.messages import Status
 PERIOD_S = 0.5
 STALE_S = 30.0  # far longer than a step takes; a loop without work publishes every second
 LAST_WORD_MS = 500  # how long "gone" may take to leave
+UNHEARD_S = 5.0  # a router that nothing reaches for so long is worth a warning
+WARN_EVERY_S = 60.0
+
+_log = logging.getLogger("wire")
 
 
 class Heartbeat:
     """Sends the newest published Status until it is closed. Raises zmq.ZMQError for an address that is none."""
 
     def __init__(
-        self, context: zmq.Context[Any], router: str, status: Status, period_s: float = PERIOD_S, stale_s: float = STALE_S
+        self,
+        context: zmq.Context[Any],
+        router: str,
+        status: Status,
+        period_s: float = PERIOD_S,
+        stale_s: float = STALE_S,
+        unheard_s: float = UNHEARD_S,
     ) -> None:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         # Nothing is queued for a router that is away: only the newest Status is worth sending, not the thousands before.
@@ -41,7 +53,9 @@ class Heartbeat:
         except zmq.ZMQError:
             self._socket.close(linger=0)
             raise
-        self._period_s, self._stale_s = period_s, stale_s
+        self._router, self._period_s, self._stale_s, self._unheard_s = router, period_s, stale_s, unheard_s
+        self._unheard_since_s: float | None = None  # None: the last Status has left over a connection of members
+        self._warn_at_s = 0.0
         self._closing = threading.Event()
         self.publish(status)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -68,5 +82,19 @@ class Heartbeat:
     def _send(self, frame: bytes) -> None:
         try:
             self._socket.send(frame)
-        except zmq.Again:
-            return  # there is no connection; the next beat tries again
+            self._unheard_since_s = None
+        except zmq.Again:  # there is no connection, or none that has passed the handshake; the next beat tries again
+            self._unheard(time.monotonic())
+
+    def _unheard(self, now_s: float) -> None:
+        """Warns when the router has been out of reach for long, and again each `WARN_EVERY_S`."""
+        if self._unheard_since_s is None:
+            self._unheard_since_s, self._warn_at_s = now_s, now_s + self._unheard_s
+        if now_s >= self._warn_at_s:
+            self._warn_at_s = now_s + WARN_EVERY_S
+            _log.warning(
+                "no answer from the router %s for %.0f s: is it there, is the address right, "
+                "do both have the same --cluster-key?",
+                self._router,
+                now_s - self._unheard_since_s,
+            )

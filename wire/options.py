@@ -16,6 +16,12 @@ def option(default: Any = MISSING, *, help: str, choices: Sequence[str] = ()) ->
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
+def require_port(flag: str, port: int) -> None:
+    """Raises ValueError for what is no TCP port; 0 asks for any free one."""
+    if not 0 <= port < 65536:
+        raise ValueError(f"{flag} is {port}; ports are 0 to 65535")
+
+
 def parse(cls: type[Config], program: str, argv: Sequence[str] | None = None) -> Config:
     """`cls` filled from the command line. A ValueError of its ``__post_init__`` becomes a usage error (exit 2)."""
     parser = argparse.ArgumentParser(program, description=cls.__doc__)

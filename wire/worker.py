@@ -22,7 +22,7 @@ from wire.curve import require_key
 from wire.heartbeat import Heartbeat
 from wire.messages import Refused, Status, pack_keys
 from wire.metrics import Metrics
-from wire.options import option
+from wire.options import option, require_port
 from wire.sockets import Inbox, Outbox, open_context
 from wire.timeline import show_timelines
 
@@ -81,8 +81,7 @@ class WorkerConfig:
             raise ValueError(f"--memory-fraction is {self.memory_fraction}; it must be more than 0 and at most 1")
         if self.lanes > 8:
             raise ValueError(f"--lanes is {self.lanes}; more than 8 connections to a peer only cost")
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"--port is {self.port}; ports are 0 to 65535")
+        require_port("--port", self.port)
 
     def longest(self, most: int) -> int:
         """Tokens of the longest sequence, of a model that takes `most`."""
@@ -156,7 +155,10 @@ class Presence:
     def __init__(self, role: str, config: WorkerConfig, context: zmq.Context[Any]) -> None:
         self.name = f"{role}-{secrets.token_hex(4)}"
         self.metrics = Metrics()
-        self.inbox = Inbox(context, config.host, config.port, config.advertise)
+        try:
+            self.inbox = Inbox(context, config.host, config.port, config.advertise)
+        except zmq.ZMQError as error:
+            raise OSError(f"cannot listen on --host {config.host} --port {config.port}: {error.strerror}") from error
         self.outbox = Outbox(context)
         self._role, self._config, self._context = role, config, context
         self._rate = Rate()
