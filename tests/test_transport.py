@@ -1205,7 +1205,7 @@ def test_a_thread_that_computes_gives_way_to_the_engine_soon(before_s: float, af
     sys.setswitchinterval(before_s)
     try:
         thread_transport(small_arena()).close()
-        assert sys.getswitchinterval() == pytest.approx(after_s)
+        assert sys.getswitchinterval() == pytest.approx(after_s, rel=0.02)  # it keeps whole microseconds
     finally:
         sys.setswitchinterval(kept_s)
 
