@@ -113,6 +113,7 @@ class Scheduler:
         """Forgets an attempt or one sample of it, wherever it is; its pages are free when nothing lands in them any more."""
         key = (message.rid, message.attempt)
         if not self._known(key):
+            self._metrics.add("stale_aborts")
             if message.sample == ALL_SAMPLES:
                 self._closed.add(key)  # its Offer may still be on the way
             return

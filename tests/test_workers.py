@@ -427,6 +427,8 @@ def test_prefill_lets_go_at_once_of_what_decode_was_told_to_forget() -> None:
         router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
         for rid in range(1, 4):  # the router's word to decode comes before the offer, that to prefill never
             router.outbox.send(decode.address, Abort(rid, 0))
+        router.until(lambda: router.counter(decode.address, "stale_aborts") == 3, "the aborts")
+        for rid in range(1, 4):
             router.ask(prefill.address, decode.address, prompt(30), GREEDY, rid=rid)
         router.until(lambda: router.counter(decode.address, "stale_offers") == 3, "the offers")
         router.until(lambda: router.all_free(prefill.address, decode.address), "everything back", 2.0)
