@@ -15,7 +15,7 @@ from prefill.pace import STEPS_AHEAD, HostMark, Pace
 from prefill.prompt import Chunk
 from tests.fake_runner import FakeRunner, expected_text
 from tests.test_prefill_scheduler import prompt_of
-from tests.test_workers import GREEDY, Cluster, prompt
+from tests.test_workers import GREEDY, PATIENCE_S, Cluster, prompt
 from wire.messages import Abort
 from wire.worker import LOST_EXIT, Presence
 
@@ -180,7 +180,7 @@ def test_a_device_that_is_lost_ends_the_worker_with_one_line(
             monkeypatch.setattr(HostMark, "passed", lambda mark: (_ for _ in ()).throw(RuntimeError("CUDA error")))
         worker, decode = cluster.prefill(runner), cluster.decode()
         router.ask(worker.address, decode.address, prompt(9), GREEDY)
-        worker.join(10.0)
+        worker.join(PATIENCE_S)
         assert worker.exit_code == LOST_EXIT and not router.failed
         [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("prefill can not go on")]
         assert "illegal memory access" in line
