@@ -136,7 +136,7 @@ def test_an_upload_is_one_tensor_whose_parts_are_aligned() -> None:
 
 def test_a_prefill_worker_keeps_its_device_busy_and_is_never_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of several chunks: the next is started while one computes, no third waits, and the rate is the device's."""
-    device = Device(0.1)
+    device = Device(0.25)  # a host may be late by so much
     monkeypatch.setattr(prefill.worker, "marks_of", lambda of: device.mark)
     told: list[tuple[int, float]] = []
 
@@ -160,8 +160,8 @@ def test_a_prefill_worker_keeps_its_device_busy_and_is_never_far_ahead(monkeypat
         router.until(lambda: len(told) == 8, "all steps reported")
         assert [tokens for tokens, _ in told] == [8] * 8
         _, counts, seconds = worker.worker.metrics.snapshot()[2]["prefill_seconds"]
-        assert sum(counts) == 1 and seconds >= 8 * 0.1, "a prompt is computed when its last step is over"
-        assert [seconds for _, seconds in told] == pytest.approx([0.1] * 8), (
+        assert sum(counts) == 1 and seconds >= 8 * 0.25, "a prompt is computed when its last step is over"
+        assert [seconds for _, seconds in told] == pytest.approx([0.25] * 8), (
             "launches take no time, steps do: the router's rates follow"
         )
 
