@@ -111,14 +111,15 @@ def test_a_blocked_data_port_turns_health_red_and_back() -> None:
 def test_a_full_pool_that_makes_tokens_is_healthy() -> None:
     async def test(cluster: ScriptedCluster) -> None:
         decode = cluster.decodes[0]
-        stream = asyncio.create_task(cluster.stream("completions", {"prompt": "x", "max_tokens": 300}))
+        stream = asyncio.create_task(cluster.stream("completions", {"prompt": "x", "max_tokens": 500}))
         await until(lambda: decode.running)
         cluster.prefills[0].blocked = True  # nothing new gets in: probes wait
         decode.load |= {"running": 1, "max_batch": 1}
+        decode.announce()
         await until(lambda: cluster.router.dispatcher.pool.workers("decode")[0].has_no_slot)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1.2)
         assert (await health(cluster))[0] == 200
-        assert text_of((await stream)[:-1]) == letters(300)
+        assert text_of((await stream)[:-1]) == letters(500)
 
     check(test, script=Script(ids=LETTERS, tick_s=0.01), probe_every_s=0.2, health_window_s=1.0)
 
