@@ -6,6 +6,8 @@ Prints the table (run pytest with -s); asserts that every byte arrived, and no s
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -59,6 +61,15 @@ def test_a_decode_side_that_is_not_there_is_one_line() -> None:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(SystemExit, match=f"no decode side answers at {address}: Connection refused"):
         run(BenchConfig(contexts="256", requests="1", connect=address), show=False)
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = [sys.executable, "-m", "scripts.bench_kvtransfer", "--serve", where]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"bench_kvtransfer: --serve {where}: ") and len(ended.stderr.splitlines()) == 1
 
 
 def test_what_was_not_measured_is_left_empty() -> None:
