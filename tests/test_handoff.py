@@ -19,13 +19,14 @@ from kvtransfer.digest import combine, span_digest
 from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent
+from kvtransfer.spans import Spans, num_bytes
 from kvtransfer.tombstones import Tombstones
-from kvtransfer.transports import Drained, Event, Freed, Key, Lost, Span, Wrote
+from kvtransfer.transports import Drained, Event, Freed, Key, Lost, Wrote
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import Chunk, pack_chunk
 from kvtransfer.transports.inbound import Inbound
 from kvtransfer.transports.memory import CpuMemory
-from tests.transfer_rig import LAYOUT, PAGE_TOKENS, Proxy, RawSender, refused, small_arena, thread_transport, wait
+from tests.transfer_rig import LAYOUT, PAGE_TOKENS, Proxy, RawSender, Span, refused, small_arena, table, thread_transport, wait
 from wire.messages import Grant, Ready, pack_ids
 
 KEY = (7, 0)
@@ -218,7 +219,9 @@ def test_missing_spans_break_it_after_the_timeout(pair: Pair) -> None:
     grant = pair.receiver.open(KEY, 6, [11, 10, 2])
     expected = LAYOUT.live_slot_spans(20)
     num_bytes = 3 * LAYOUT.page_bytes + sum(nbytes for _, nbytes in expected)
-    pair.out.write(grant.address, KEY, [Span("page", 5, 11, 0, LAYOUT.page_bytes), Span("page", 5, 2, 0, LAYOUT.page_bytes)])
+    pair.out.write(
+        grant.address, KEY, table([Span("page", 5, 11, 0, LAYOUT.page_bytes), Span("page", 5, 2, 0, LAYOUT.page_bytes)])
+    )
     begin_s = time.monotonic()
     pair.receiver.ready(Ready(*KEY, 20, 3 + len(expected), num_bytes, 0))
     reason = pair.broken()
@@ -229,7 +232,7 @@ def test_missing_spans_break_it_after_the_timeout(pair: Pair) -> None:
 def test_a_span_that_comes_twice_is_refused_and_the_first_stays(pair: Pair) -> None:
     send(pair)
     ready = pair.ready()
-    pair.out.write(pair.into.address(), KEY, [Span("page", 1, 11, 0, LAYOUT.page_bytes)])
+    pair.out.write(pair.into.address(), KEY, table([Span("page", 1, 11, 0, LAYOUT.page_bytes)]))
     assert wait(lambda: pair.into.counters()["bad_frames"] == 1)
     pair.receiver.ready(ready)
     assert pair.end() == Arrived(KEY, 20)
@@ -424,12 +427,12 @@ class HandTransport:
         sizes = {"page": tuple(target.pages.shape), "slot": tuple(target.slots.shape)}
         self.inbound = Inbound(CpuMemory(rows_of(target)), sizes, "zeromq", Counters(), self.inbound_events.append)
         self.on_the_way: list[list[bytes]] = []
-        self.waiting: list[tuple[Key, Sequence[Span]]] = []
+        self.waiting: list[tuple[Key, Spans]] = []
         self.cancelled: list[Key] = []  # not yet obeyed
         self.revoked: list[Key] = []  # not yet obeyed
         self._number = 0
 
-    def write(self, peer: str, key: Key, spans: Sequence[Span], secret: bytes = b"") -> None:
+    def write(self, peer: str, key: Key, spans: Spans, secret: bytes = b"") -> None:
         self.waiting.append((key, spans))
 
     def cancel(self, key: Key) -> None:
@@ -443,12 +446,12 @@ class HandTransport:
     def transmit(self, index: int) -> None:
         key, spans = self.waiting.pop(index)
         digests = []
-        for span in spans:
-            data = bytes(self._memory.direct((span.kind, span.src, span.offset, span.nbytes), 0))
-            digests.append(span_digest(key, span.kind, span.dst, span.offset, data))
+        for i, (kind, dst, offset, nbytes, src) in enumerate(spans.tolist()):
+            data = bytes(self._memory.direct((kind, src, offset, nbytes), 0))
+            digests.append(span_digest(key, kind, dst, offset, data))
             self._number += 1
-            self.on_the_way.append([pack_chunk(Chunk(key, self._number, (span,))), data])
-        self.events.append(Wrote(key, len(spans), sum(span.nbytes for span in spans), combine(digests)))
+            self.on_the_way.append([pack_chunk(Chunk(key, self._number, spans[i : i + 1])), data])
+        self.events.append(Wrote(key, len(spans), num_bytes(spans), combine(digests)))
 
     def deliver(self, frames: list[bytes]) -> None:
         self.inbound._answer([memoryview(frame) for frame in frames], b"peer")
@@ -499,7 +502,7 @@ def test_what_lands_at_the_last_moment_counts_too() -> None:
     receiver.ready(sent.ready)
     assert receiver.poll(0.0) == []
     assert hand.revoked == [KEY]
-    late = Chunk(KEY, 999, (Span("page", 1, 12, 0, LAYOUT.page_bytes),))
+    late = Chunk(KEY, 999, table([Span("page", 1, 12, 0, LAYOUT.page_bytes)]))
     hand.deliver([pack_chunk(late), bytes(LAYOUT.page_bytes)])
     hand.inbound.revoke(hand.revoked.pop())
     (end,) = receiver.poll(0.0)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from kvtransfer.arena import Arena
-from kvtransfer.transports import Landed, Span, Wrote
+from kvtransfer.transports import Landed, Wrote
 from scripts.bench_kvtransfer import HEADER, BenchConfig, Row, digest_cost, line, run
 from scripts.kv_ends import flash_layout
 from scripts.kv_undigested import UndigestedTransport
-from tests.transfer_rig import LAYOUT, collect, of_type
+from tests.transfer_rig import LAYOUT, Span, collect, of_type, table
 
 
 @pytest.mark.parametrize("path", ["zeromq", "shm"])
@@ -48,7 +48,7 @@ def test_an_engine_without_digests_makes_none() -> None:
     source, target = Arena(LAYOUT, 3, 2), Arena(LAYOUT, 3, 2)
     out, into = UndigestedTransport(source), UndigestedTransport(target)
     into.expect((1, 0), 1, [1])
-    out.write(into.address(), (1, 0), [Span("page", 1, 1, 0, 100)])
+    out.write(into.address(), (1, 0), table([Span("page", 1, 1, 0, 100)]))
     assert [event.digest for end in (out, into) for event in of_type(collect(end, len), (Wrote, Landed))] == [0, 0]
     out.close()
     into.close()
