@@ -73,19 +73,22 @@ class KVLayout:
                 return field
         raise KeyError(f"layer {layer} has no {kind!r}")
 
-    def live_slot_spans(self, tokens: int) -> NDArray[np.int64]:
-        """[n, 2]: offset and nbytes of the slot bytes that a sequence of `tokens` tokens can still read; neighbours merged."""
+    def live_slot_spans(self, tokens: int, gap_bytes: int = 0) -> NDArray[np.int64]:
+        """[n, 2]: offset and nbytes of the slot bytes that a sequence of `tokens` tokens can still read; neighbours are merged,
+        and those with a gap of up to `gap_bytes` between them too, with what lies there."""
         offset, rows, row_bytes, keep, modulo = self._rings
         live = np.minimum(tokens, keep + tokens % modulo)
+        if not live.any():
+            return np.empty((0, 2), dtype=np.int64)
         first = (tokens - live) % rows
         head = np.minimum(live, rows - first)
-        # a wrapped ring is two runs, in offset order
-        begins = np.stack((offset, offset + first * row_bytes), 1).ravel()
-        sizes = np.stack(((live - head) * row_bytes, head * row_bytes), 1).ravel()
-        begins, sizes = begins[sizes > 0], sizes[sizes > 0]
-        apart = begins[1:] != begins[:-1] + sizes[:-1]
-        firsts = np.flatnonzero(np.append(True, apart)[: len(begins)])
-        return np.stack((begins[firsts], np.add.reduceat(sizes, firsts) if len(firsts) else sizes), 1)
+        runs = np.empty((len(live), 2, 2), dtype=np.int64)  # a wrapped ring is two, in offset order: where they begin and end
+        runs[:, 0, 0], runs[:, 1, 0] = offset, offset + first * row_bytes
+        runs[:, 0, 1], runs[:, 1, 1] = offset + (live - head) * row_bytes, offset + (first + head) * row_bytes
+        begins, ends = runs[runs[:, :, 0] < runs[:, :, 1]].T
+        apart = begins[1:] - ends[:-1] > gap_bytes
+        begins, ends = begins[np.append(True, apart)], ends[np.append(apart, True)]
+        return np.stack((begins, ends - begins), 1)
 
     @cached_property
     def _rings(self) -> NDArray[np.int64]:

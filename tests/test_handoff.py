@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtransfer.digest import combine, span_digest
 from kvtransfer.pages import PagePool
+from kvtransfer.places import slot_places
 from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent
 from kvtransfer.spans import Spans, num_bytes
@@ -98,6 +99,11 @@ def assert_same_kv(pair: Pair, ours: Sequence[int], slot: int, theirs: Sequence[
         assert torch.equal(pair.source.slots[slot, part], pair.target.slots[their_slot, part])
 
 
+def sent_of_slot(length: int) -> list[tuple[int, int]]:
+    """(offset, nbytes): its live rows, and some between them."""
+    return [(offset, nbytes) for _, _, offset, nbytes in slot_places(LAYOUT, 4, length).tolist()]
+
+
 LENGTHS = [0, 1, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, 3 * PAGE_TOKENS, 3 * PAGE_TOKENS + 5]
 
 
@@ -122,13 +128,13 @@ def test_what_was_computed_arrives_and_nothing_else_changes(pair: Pair, length: 
         assert pair.sender.granted(grant)
     ready = pair.ready()
     assert (ready.rid, ready.attempt, ready.length) == (*KEY, length)
-    assert ready.num_spans == pages_for(length) + len(LAYOUT.live_slot_spans(length))
+    assert ready.num_spans == pages_for(length) + len(sent_of_slot(length))
     assert pair.receiver.ready(ready)
     assert pair.end() == Arrived(KEY, length)
     assert_same_kv(pair, ours, 4, theirs, 6, length)
     for dst in theirs[: pages_for(length)]:
         before_pages[dst] = pair.target.pages[dst]
-    for offset, nbytes in LAYOUT.live_slot_spans(length):
+    for offset, nbytes in sent_of_slot(length):
         before_slots[6, offset : offset + nbytes] = pair.target.slots[6, offset : offset + nbytes]
     assert torch.equal(pair.target.pages, before_pages)
     assert torch.equal(pair.target.slots, before_slots)
@@ -217,7 +223,7 @@ def test_a_byte_flipped_in_flight_breaks_the_hand_off(pair: Pair) -> None:
 
 def test_missing_spans_break_it_after_the_timeout(pair: Pair) -> None:
     grant = pair.receiver.open(KEY, 6, [11, 10, 2])
-    expected = LAYOUT.live_slot_spans(20)
+    expected = sent_of_slot(20)
     num_bytes = 3 * LAYOUT.page_bytes + sum(nbytes for _, nbytes in expected)
     pair.out.write(
         grant.address, KEY, table([Span("page", 5, 11, 0, LAYOUT.page_bytes), Span("page", 5, 2, 0, LAYOUT.page_bytes)])

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from kvtransfer.arena import Arena
+from kvtransfer.places import slot_places
+from kvtransfer.spans import num_bytes
 from kvtransfer.transports import Landed, Wrote
 from scripts.bench_kvtransfer import HEADER, BenchConfig, Row, digest_cost, line, run
 from scripts.kv_ends import flash_layout
@@ -25,7 +27,7 @@ def test_throughput(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = run(config, show=False)
     assert [(row.path, row.context, row.requests) for row in rows] == [(path, 8192, 1), (path, 8192, 8)]
     layout = flash_layout()
-    mbytes = (32 * layout.page_bytes + sum(nbytes for _, nbytes in layout.live_slot_spans(8192))) / 1e6
+    mbytes = (32 * layout.page_bytes + num_bytes(slot_places(layout, 1, 8192))) / 1e6
     for row in rows:
         assert row.mbytes_a_request == pytest.approx(mbytes)
         assert row.messages_a_request >= mbytes / (4.2 if path == "zeromq" else 16.8)

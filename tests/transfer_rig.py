@@ -36,7 +36,11 @@ PAGE_TOKENS = 8
 LAYOUT = KVLayout.pack(
     PAGE_TOKENS,
     [Field(0, "csa", 0, 2, 1000, 4), Field(1, "hca", 0, 1, 500, 8)],
-    [Field(layer, "window", 0, 12, 40, keep=8) for layer in range(5)] + [Field(9, "state", 0, 9, 24, keep=0, modulo=8)],
+    [
+        *[Field(layer, "window", 0, 12, 40, keep=8) for layer in range(5)],
+        Field(8, "state", 0, 9, 1000, keep=0, modulo=8),  # whose dead rows are too many to be sent along
+        Field(9, "state", 0, 9, 24, keep=0, modulo=8),
+    ],
 )
 
 

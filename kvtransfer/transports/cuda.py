@@ -277,10 +277,13 @@ def span_table(sources: Places, places: Places, row_bytes: int) -> NDArray[np.in
         raise ValueError("a GPU reads whole words, and a place is not made of them")
     words = nbytes // _WORD_BYTES
     cuts = -(-words // SPAN_WORDS)
-    of = np.repeat(np.arange(len(words)), cuts)
-    at = (np.arange(len(of)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * SPAN_WORDS
-    begins, ends_up = ((number * row_bytes + offset)[of] // _WORD_BYTES + at for number in (src, dst))
-    return np.stack([begins, ends_up, np.minimum(words[of] - at, SPAN_WORDS)])
+    cut_before = (np.cumsum(cuts) - cuts) * SPAN_WORDS  # words, as if every span were full
+    begins, ends_up = ((number * row_bytes + offset) // _WORD_BYTES for number in (src, dst))
+    table = np.repeat(np.stack((begins - cut_before, ends_up - cut_before, words + cut_before)), cuts, axis=1)
+    at = np.arange(table.shape[1]) * SPAN_WORDS
+    table[:2] += at
+    table[2] = np.minimum(table[2] - at, SPAN_WORDS)
+    return table
 
 
 def sum_weights() -> Tensor:
