@@ -15,7 +15,7 @@ Spans = NDArray[np.uint32]  # [n, 5]: places in the peer's arena, and the number
 Place = Sequence[int]  # a row of Places
 PLACE_BYTES, SPAN_BYTES = 16, 20
 _WORD = np.dtype("<u4")
-_SOURCE = [KIND, SRC, OFFSET, NBYTES]
+_SOURCE = np.array([KIND, SRC, OFFSET, NBYTES])
 
 
 def places_of(spans: Spans) -> Places:
@@ -24,7 +24,7 @@ def places_of(spans: Spans) -> Places:
 
 def sources_of(spans: Spans) -> Places:
     """In our arena."""
-    return spans[:, _SOURCE]
+    return spans.take(_SOURCE, axis=1)
 
 
 def with_sources(places: Places, numbers: ArrayLike) -> Spans:

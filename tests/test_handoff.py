@@ -17,12 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtransfer.digest import combine, span_digest
 from kvtransfer.pages import PagePool
-from kvtransfer.places import slot_places
+from kvtransfer.places import handoff_places, slot_places
 from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent
 from kvtransfer.spans import Spans, num_bytes
 from kvtransfer.tombstones import Tombstones
-from kvtransfer.transports import Drained, Event, Freed, Key, Lost, Wrote
+from kvtransfer.transports import Drained, Event, Freed, Key, Landed, Lost, Wrote
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import Chunk, pack_chunk
 from kvtransfer.transports.inbound import Inbound
@@ -514,6 +514,21 @@ def test_what_lands_at_the_last_moment_counts_too() -> None:
     (end,) = receiver.poll(0.0)
     assert isinstance(end, Broken)
     assert "page 12 bytes 0..2559 is no part of" in end.reason
+
+
+def test_a_span_that_a_transport_says_twice_does_not_stand_for_another() -> None:
+    hand = HandTransport(small_arena(), small_arena())
+    inward: Any = Inward(hand)
+    receiver = Receiver(small_arena(), inward, timeout_s=10.0)
+    receiver.open(KEY, 6, [11])
+    expected = handoff_places(LAYOUT, [11], 6, PAGE_TOKENS)
+    receiver.ready(Ready(*KEY, PAGE_TOKENS, len(expected), num_bytes(expected), 0))
+    hand.inbound_events += [Landed(KEY, expected[:1], 0)] * len(expected)
+    assert receiver.poll(0.0) == []
+    hand.inbound.revoke(hand.revoked.pop())
+    (end,) = receiver.poll(0.0)
+    assert isinstance(end, Broken) and not end.corrupt
+    assert "came twice" in end.reason
 
 
 def test_memory_is_not_free_before_the_transport_has_said_so() -> None:

@@ -271,14 +271,14 @@ class CudaMemory(DeviceMemory):
 def span_table(sources: Places, places: Places, row_bytes: int) -> NDArray[np.int64]:
     """int64 [3, n], of places of one kind: where each span begins in the source, in the target, and how many words it has.
     A place is cut into spans of SPAN_WORDS words, the last one shorter. Raises ValueError for one not of whole words."""
-    src = sources[:, NUMBER].astype(np.int64)
+    _, src, src_offset, _ = sources.astype(np.int64).T
     _, dst, offset, nbytes = places.astype(np.int64).T
-    if ((offset | nbytes | row_bytes) % _WORD_BYTES).any():
+    if ((src_offset | offset | nbytes | row_bytes) % _WORD_BYTES).any():
         raise ValueError("a GPU reads whole words, and a place is not made of them")
     words = nbytes // _WORD_BYTES
     cuts = -(-words // SPAN_WORDS)
     cut_before = (np.cumsum(cuts) - cuts) * SPAN_WORDS  # words, as if every span were full
-    begins, ends_up = ((number * row_bytes + offset) // _WORD_BYTES for number in (src, dst))
+    begins, ends_up = (first // _WORD_BYTES for first in (src * row_bytes + src_offset, dst * row_bytes + offset))
     table = np.repeat(np.stack((begins - cut_before, ends_up - cut_before, words + cut_before)), cuts, axis=1)
     at = np.arange(table.shape[1]) * SPAN_WORDS
     table[:2] += at
