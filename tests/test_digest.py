@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.digest import SpanDigests, combine, span_digest
+from kvtransfer.digest import SpanDigests, chunk_digest, combine, span_digest
 from kvtransfer.spans import PAGE, SLOT
 
 BASE: dict[str, Any] = {"key": (5, 1), "kind": PAGE, "number": 3, "offset": 64, "data": b"some bytes of a page"}
@@ -71,6 +71,28 @@ def test_any_flipped_bit_changes_it(position: int, bit: int) -> None:
     before = span_digest((1, 0), PAGE, 1, 0, bytes(data))
     data[position] ^= 1 << bit
     assert span_digest((1, 0), PAGE, 1, 0, bytes(data)) != before
+
+
+CHUNK: dict[str, Any] = {"key": (5, 1), "places": [(PAGE, 3, 0, 64), (SLOT, 1, 8, 12)], "sums": bytes(range(16))}
+
+
+def test_what_stands_for_a_chunk_is_of_its_places_and_whose_it_is() -> None:
+    def digest(**change: Any) -> int:
+        chunk = {**CHUNK, **change}
+        return chunk_digest(chunk["key"], np.array(chunk["places"], dtype=np.uint32), chunk["sums"])
+
+    places = [
+        CHUNK["places"][::-1],
+        *([(PAGE, 3, 0, 64), changed] for changed in ((PAGE, 1, 8, 12), (SLOT, 2, 8, 12), (SLOT, 1, 0, 12), (SLOT, 1, 8, 16))),
+    ]
+    changes: list[dict[str, Any]] = [
+        {"key": (6, 1)},
+        {"key": (5, 2)},
+        {"key": (1, 5)},
+        {"sums": bytes(16)},
+        *({"places": each} for each in places),
+    ]
+    assert len({digest(), *(digest(**change) for change in changes)}) == 1 + len(changes)
 
 
 def test_it_is_xxh3_of_the_bytes_seeded_by_the_place_in_any_buffer() -> None:

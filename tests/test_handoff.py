@@ -516,6 +516,27 @@ def test_what_lands_at_the_last_moment_counts_too() -> None:
     assert "page 12 bytes 0..2559 is no part of" in end.reason
 
 
+def test_spans_may_land_in_any_order() -> None:
+    """As they do over several connections."""
+    source, target = small_arena(seed=1), small_arena(seed=2)
+    hand = HandTransport(source, target)
+    transport: Any = hand
+    inward: Any = Inward(hand)
+    sender, receiver = Sender(source, transport), Receiver(target, inward, timeout_s=10.0)
+    sender.open(KEY)
+    sender.granted(receiver.open(KEY, 6, [11, 12, 13]))
+    sender.push(KEY, [5, 3, 4], 4, 2 * PAGE_TOKENS + 5, final=True)
+    hand.transmit(0)
+    for frames in random.Random(3).sample(hand.on_the_way, len(hand.on_the_way)):
+        hand.deliver(frames)
+    (sent,) = sender.poll()
+    assert isinstance(sent, Sent)
+    receiver.ready(sent.ready)
+    assert receiver.poll(0.0) == []
+    hand.inbound.revoke(hand.revoked.pop())
+    assert receiver.poll(0.0) == [Arrived(KEY, 2 * PAGE_TOKENS + 5)]
+
+
 def test_a_span_that_a_transport_says_twice_does_not_stand_for_another() -> None:
     hand = HandTransport(small_arena(), small_arena())
     inward: Any = Inward(hand)

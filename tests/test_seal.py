@@ -189,7 +189,7 @@ def test_a_hand_off_that_a_stranger_meddled_with_arrives_whole(context: zmq.Cont
 
 
 WIDTH = 20  # bytes of a row of the arena below, which has 4 pages and 3 slots
-numbers = st.sampled_from([0, 1, 2, 2, 3, 4, 5, 2**32 - 1])
+numbers = st.sampled_from([0, 1, 2, 2, 3, 4, 5, 6, 2**32 - 1])
 a_place = st.tuples(st.sampled_from(["page", "page", "slot"]), numbers, st.integers(0, WIDTH), st.integers(1, 8))
 anywhere = st.tuples(st.sampled_from(["page", "slot"]), numbers, st.integers(0, 2**32 - 1), st.integers(1, 2**32 - 1))
 
@@ -207,6 +207,14 @@ def test_a_window_knows_every_byte_that_may_still_be_written(pages: set[int], ch
         else:
             with pytest.raises(BadFrame):
                 window.claim(place_table(chunk))
+
+
+@pytest.mark.parametrize("offset", [4095 << 20, 2**32 - (1 << 20)], ids=["on it", "and past 32 bits"])
+def test_another_pages_bytes_are_not_had_by_way_of_a_granted_one(offset: int) -> None:
+    """By an offset that is larger than a page."""
+    window = Window(1, [1, 4096], {"page": (5000, 1 << 20), "slot": (2, 64)}, 0, None)
+    with pytest.raises(BadFrame, match="page 1 "):
+        window.claim(place_table([("page", 1, offset, 1 << 20)]))
 
 
 def test_a_replayed_chunk_does_not_land_again(context: zmq.Context[Any]) -> None:

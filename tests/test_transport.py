@@ -29,7 +29,7 @@ from kvtransfer.arena import Arena
 from kvtransfer.digest import SpanDigests, chunk_digest, combine, span_digest
 from kvtransfer.layout import Field, KVLayout
 from kvtransfer.sharing import SharedMemory
-from kvtransfer.spans import KIND, KINDS, num_bytes
+from kvtransfer.spans import KIND, KINDS, SPAN_BYTES, num_bytes
 from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Transport, Wrote, open_transport
 from kvtransfer.transports.bulk import BulkTransport, _keep_freed_memory
 from kvtransfer.transports.channel import REASON_BYTES, Channel, channel_pair, unpack_event
@@ -394,6 +394,8 @@ BAD_FRAMES: dict[str, list[bytes]] = {
     "over the end": whole(KEY, [("page", 5, PAGE - 99, 100)]),
     "offset outside": whole(KEY, [("page", 5, 2**32 - 1, 100)]),
     "slot over the end": whole(KEY, [("slot", 3, SLOT, 1)]),
+    "a kind that there is not": [GOOD[0][:-SPAN_BYTES] + b"\x02" + GOOD[0][1 - SPAN_BYTES :], GOOD[1]],
+    "a kind of more than a byte": [GOOD[0][: 1 - SPAN_BYTES] + b"\x01" + GOOD[0][2 - SPAN_BYTES :], GOOD[1]],
     "empty span": whole(KEY, [("page", 5, 0, 0), ("page", 5, 0, 10)]),
     "good span, then bad one": whole(KEY, [("page", 5, 0, 100), ("page", 6, 0, 100)]),
     "the same span twice": whole(KEY, [("page", 5, 0, 100), ("page", 5, 0, 100)]),
