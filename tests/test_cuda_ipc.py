@@ -391,6 +391,9 @@ class Copier(DeviceMemory):
         return Copying()
 
 
+SIZES = {"page": (32, PAGE), "slot": (16, 64)}
+
+
 class Fetching:
     """An inbound half over a `Copier`, and what it says to whom. Chunk `number` is of page `number`."""
 
@@ -398,9 +401,8 @@ class Fetching:
         self.memory = cast(Any, Copier())
         self.events: list[Event] = []
         self.answers: list[tuple[bytes, int, int]] = []
-        rows = {"page": (32, PAGE), "slot": (16, 64)}
-        self.inbound = Inbound(self.memory, rows, "cuda_ipc", Counters(), self.events.append)
-        hello = Hello(1, 3, 100, b"n" * 16, rows, "cuda_ipc")
+        self.inbound = Inbound(self.memory, dict(SIZES), "cuda_ipc", Counters(), self.events.append)
+        hello = Hello(1, 3, 100, b"n" * 16, SIZES, "cuda_ipc")
         self.inbound._mapped[hello.memory_name] = _Mapped(hello, DevicePeer(), "")
         self.inbound.expect(KEY, 3, range(1, 9), 0, b"")
 
@@ -466,6 +468,16 @@ def test_memory_that_is_copied_to_is_nobody_elses() -> None:
     other = Chunk(KEY, 7, table([Span("page", 20, 1, 0, 4)]), b"n" * 16)
     answer = rig.inbound._answer([memoryview(pack_chunk(other))], b"one")
     assert unpack_ack(answer).status == REFUSED and len(rig.memory.copies) == 1
+
+
+@pytest.mark.parametrize("span", [Span("page", 32, 1, 0, PAGE), Span("slot", 16, 3, 0, 4), Span("slot", 1, 3, 61, 4)], ids=repr)
+def test_nothing_is_read_beside_the_senders_memory(span: Span) -> None:
+    rig = Fetching()
+    rig.inbound._rows["slot"] = (17, 65)  # ours are larger
+    rig.inbound.expect(KEY, 3, [1], 0, b"")
+    answer = rig.inbound._answer([memoryview(pack_chunk(Chunk(KEY, 1, table([span]), b"n" * 16)))], b"one")
+    assert unpack_ack(answer).status == REFUSED and not rig.memory.copies
+    assert rig.inbound._counters.read()["bad_frames"] == 1
 
 
 def test_a_copy_that_fails_is_refused_and_so_is_what_comes_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -58,6 +58,7 @@ from kvtransfer.transports.frame import (
     unpack_hello,
     unpack_welcome,
 )  # fmt: skip
+from kvtransfer.transports.jobs import Job, Jobs
 from kvtransfer.transports.memory import CpuMemory
 from kvtransfer.transports.outbound import CHUNK_BYTES, RETEST_S, _send_frames
 from kvtransfer.transports.packer import DIRECT_BYTES
@@ -258,6 +259,25 @@ def test_large_writes_are_cut_into_chunks_of_bounded_size(zeromq_opener: Opener,
         assert len(payload) <= CHUNK_BYTES
         got += named_spans(chunk.spans)
     assert got == spans
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cuts"),
+    [
+        ([4, 6, 10, 1, 9], [2, 1, 2]),
+        ([4, 7, 10, 1, 10], [1, 1, 1, 1, 1]),
+        ([25, 3, 11, 2, 2], [1, 1, 1, 2]),  # a span is never cut
+        ([0] * (MAX_SPANS + 5), [MAX_SPANS, 5]),
+    ],
+    ids=["full", "a byte too many", "larger than a chunk", "as many as there may be"],
+)
+def test_a_chunk_has_as_many_spans_as_fit(sizes: list[int], cuts: list[int]) -> None:
+    jobs, spans = Jobs(lambda event: None, iter(range(9))), table(Span("page", 1, 1, 0, size) for size in sizes)
+    jobs.add(Job("peer", KEY, spans, 0, None))
+    pieces = [jobs.next_piece("peer", 10) for _ in range(len(cuts) + 1)]
+    assert [len(piece.spans) for piece in pieces if piece] == cuts and pieces[-1] is None
+    assert np.array_equal(np.concatenate([piece.spans for piece in pieces if piece]), spans)
+    assert sum(piece.num_bytes for piece in pieces if piece) == sum(sizes)
 
 
 def test_two_hundred_hand_offs_at_once(opener: Opener) -> None:
