@@ -13,7 +13,7 @@ KIND, NUMBER, OFFSET, NBYTES, SRC = range(5)  # the columns
 Places = NDArray[np.uint32]  # [n, 4]: kind, number in an arena (the peer's, unless said), offset, nbytes
 Spans = NDArray[np.uint32]  # [n, 5]: places in the peer's arena, and the number in ours whose bytes at that offset go there
 Place = Sequence[int]  # a row of Places
-PLACE_BYTES, SPAN_BYTES = 16, 20
+SPAN_BYTES = 20
 _WORD = np.dtype("<u4")
 _SOURCE = np.array([KIND, SRC, OFFSET, NBYTES])
 
