@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.places import slot_places
 from model.cache import index_row, kv_layout, kv_row
 from model.config import ModelConfig
 from scripts.released_config import RELEASED
@@ -33,6 +34,7 @@ def test_the_released_layout() -> None:
     live = sum(nbytes for _, nbytes in layout.live_slot_spans(100_003))
     csa = (4 + 3) * (8192 + 2048) * 21
     assert live == 44 * 127 * 592 + csa + 20 * (100_003 % 128) * 4096
+    assert (len(layout.live_slot_spans(32_768)), len(slot_places(layout, 1, 32_768))) == (128, 84)  # windows travel whole
     assert kv_layout(config, "bf16").find(2, "csa").row_bytes == 1024
     assert kv_layout(config, "bf16").find(2, "csa_index").row_bytes == 256
     assert kv_layout(config, "fp32").find(43, "window").row_bytes == 2048

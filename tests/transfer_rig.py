@@ -11,15 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import zmq
 from torch import Tensor
 
 from kvtransfer.arena import Arena
 from kvtransfer.layout import Field, KVLayout
-from kvtransfer.transports import BulkOptions, Event, Key, Place, Span, Transport
+from kvtransfer.spans import KINDS, Places, Spans
+from kvtransfer.transports import BulkOptions, Event, Key, Transport
 from kvtransfer.transports.bulk import BulkTransport
 from kvtransfer.transports.cuda import CudaMemory, SideStream
 from kvtransfer.transports.cuda_ipc import HANDLE_BYTES, Extent, Opened
@@ -34,8 +36,47 @@ PAGE_TOKENS = 8
 LAYOUT = KVLayout.pack(
     PAGE_TOKENS,
     [Field(0, "csa", 0, 2, 1000, 4), Field(1, "hca", 0, 1, 500, 8)],
-    [Field(layer, "window", 0, 12, 40, keep=8) for layer in range(5)] + [Field(9, "state", 0, 9, 24, keep=0, modulo=8)],
+    [
+        *[Field(layer, "window", 0, 12, 40, keep=8) for layer in range(5)],
+        Field(8, "state", 0, 9, 1000, keep=0, modulo=8),  # whose dead rows are too many to be sent along
+        Field(9, "state", 0, 9, 24, keep=0, modulo=8),
+    ],
 )
+
+
+Place = tuple[str, int, int, int]  # kind, number in an arena, offset, nbytes
+
+
+class Span(NamedTuple):
+    """`nbytes` bytes at `offset` of our page or slot `src`, which go to the same offset of the peer's `dst`."""
+
+    kind: str
+    src: int
+    dst: int
+    offset: int
+    nbytes: int
+
+    @property
+    def place(self) -> Place:
+        return (self.kind, self.dst, self.offset, self.nbytes)
+
+
+def table(spans: Iterable[Span]) -> Spans:
+    rows = [(KINDS.index(kind), dst, offset, nbytes, src) for kind, src, dst, offset, nbytes in spans]
+    return np.array(rows, dtype=np.uint32).reshape(-1, 5)
+
+
+def place_table(places: Iterable[Place]) -> Places:
+    rows = [(KINDS.index(kind), number, offset, nbytes) for kind, number, offset, nbytes in places]
+    return np.array(rows, dtype=np.uint32).reshape(-1, 4)
+
+
+def named_spans(spans: Spans) -> list[Span]:
+    return [Span(KINDS[kind], src, dst, offset, nbytes) for kind, dst, offset, nbytes, src in spans.tolist()]
+
+
+def named_places(places: Places) -> list[Place]:
+    return [(KINDS[kind], number, offset, nbytes) for kind, number, offset, nbytes in places.tolist()]
 
 
 def small_arena(num_pages: int = 32, num_slots: int = 16, seed: int = 0) -> Arena:
@@ -212,7 +253,7 @@ def sums_by_hand(data: bytes) -> bytes:
 
 def header(key: Key, places: list[Place], number: int = 1) -> bytes:
     """Of a chunk whose bytes come along."""
-    return pack_chunk(Chunk(key, number, tuple(Span(kind, 0, dst, at, size) for kind, dst, at, size in places)))
+    return pack_chunk(Chunk(key, number, table(Span(kind, 0, dst, at, size) for kind, dst, at, size in places)))
 
 
 class RawSender:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.spans import SPAN_WORDS, move_spans, sum_spans
-from kvtransfer.transports import Place
+from kvtransfer.spans import KIND, KINDS, NBYTES, NUMBER, PAGE, Place, Places
 from kvtransfer.transports.cuda_ipc import Extent, Opened, pack_extents, unpack_extents
 from kvtransfer.transports.memory import Begun, Bytes, DeviceMemory, DevicePeer, Look, Rows, no_look
 
@@ -173,13 +173,13 @@ class CudaMemory(DeviceMemory):
         pinned: Bytes = self._stream.pinned(nbytes).numpy()
         return pinned
 
-    def gather(self, places: Sequence[Place], out: Bytes, mark: int) -> None:
+    def gather(self, places: Places, out: Bytes, mark: int) -> None:
         with self._stream.after(mark):
             packed = torch.cat(_views(self._rows, places))
             torch.from_numpy(out).copy_(packed, non_blocking=True)
 
-    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
-        sizes = [place[3] for place in places]
+    def scatter(self, places: Places, parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
+        sizes = places[:, NBYTES].tolist()
         total = sum(sizes)
         if self._staging.numel() < total:
             self._staging = self._stream.pinned(total)
@@ -189,7 +189,7 @@ class CudaMemory(DeviceMemory):
             packed = self._staging[:total].to(self._device, non_blocking=True)
             for target, source in zip(_views(self._rows, places), torch.split(packed, sizes), strict=True):
                 target.copy_(source)
-        for place, part in zip(places, np.split(pinned, np.cumsum(sizes[:-1])), strict=True):
+        for place, part in zip(places.tolist(), np.split(pinned, np.cumsum(sizes[:-1])), strict=True):
             look(place)(part)
 
     def handles(self) -> bytes:
@@ -200,7 +200,7 @@ class CudaMemory(DeviceMemory):
         except OSError as error:
             _log.warning("other processes of this host cannot read this GPU's KV, so it goes over the network path: %s", error)
             return b""
-        self.sums([("page", 0, 0, self._rows["page"].shape[1])], 0).result()  # compiled before anybody waits for it
+        self.sums(self._one_page(), 0).result()  # compiled before anybody waits for it
         return handles
 
     def open_peer(self, handles: bytes, rows: Rows) -> PeerRows:
@@ -214,10 +214,10 @@ class CudaMemory(DeviceMemory):
             opened = self._ipc.open(extent, count * row_bytes)
             weakref.finalize(peer, self._ipc.close, opened).atexit = False  # a process that ends has closed everything
             peer.rows[kind] = _at(opened.address, self._device, count, row_bytes)
-        self.read(peer, [("page", 0, 0, self._rows["page"].shape[1])])  # compiles what reads it: the test is of the link
+        self.read(peer, self._one_page())  # compiles what reads it: the test is of the link
         return peer
 
-    def fetch(self, peer: DevicePeer, sources: Sequence[Place], places: Sequence[Place], mark: int) -> Begun:
+    def fetch(self, peer: DevicePeer, sources: Places, places: Places, mark: int) -> Begun:
         assert isinstance(peer, PeerRows)
         tables = self._tables(sources, places)
 
@@ -229,25 +229,29 @@ class CudaMemory(DeviceMemory):
 
         return self._stream.begin(mark, issue)
 
-    def read(self, peer: DevicePeer, sources: Sequence[Place]) -> None:
+    def read(self, peer: DevicePeer, sources: Places) -> None:
         assert isinstance(peer, PeerRows)
-        nowhere = [(kind, 0, offset, nbytes) for kind, _, offset, nbytes in sources]
+        nowhere = sources.copy()
+        nowhere[:, NUMBER] = 0
         with self._stream.after(0):
             for kind, table in self._tables(sources, nowhere).items():
                 scratch = torch.empty(peer.rows[kind].shape[1], dtype=torch.uint8, device=self._device)
                 move_spans(_flat(peer.rows[kind]), _flat(scratch), *self._upload(table))
 
-    def sums(self, places: Sequence[Place], mark: int) -> Begun:
+    def sums(self, places: Places, mark: int) -> Begun:
         tables = self._tables(places, places)
         return self._stream.begin(mark, lambda: self._sums({kind: self._upload(table) for kind, table in tables.items()}))
 
-    def _tables(self, sources: Sequence[Place], places: Sequence[Place]) -> dict[str, NDArray[np.int64]]:
+    def _one_page(self) -> Places:
+        return np.array([(PAGE, 0, 0, self._rows["page"].shape[1])], dtype=np.uint32)
+
+    def _tables(self, sources: Places, places: Places) -> dict[str, NDArray[np.int64]]:
         """By kind, what `span_table` gives."""
         tables = {}
-        for kind, rows in self._rows.items():
-            chosen = [i for i, place in enumerate(places) if place[0] == kind]
-            if chosen:
-                tables[kind] = span_table([sources[i] for i in chosen], [places[i] for i in chosen], rows.shape[1])
+        for number, kind in enumerate(KINDS):
+            chosen = places[:, KIND] == number
+            if chosen.any():
+                tables[kind] = span_table(sources[chosen], places[chosen], self._rows[kind].shape[1])
         return tables
 
     def _upload(self, table: NDArray[np.int64]) -> Tensor:
@@ -264,19 +268,22 @@ class CudaMemory(DeviceMemory):
         return self._stream.pinned(sums.nbytes).view(torch.int64).copy_(sums, non_blocking=True)
 
 
-def span_table(sources: Sequence[Place], places: Sequence[Place], row_bytes: int) -> NDArray[np.int64]:
+def span_table(sources: Places, places: Places, row_bytes: int) -> NDArray[np.int64]:
     """int64 [3, n], of places of one kind: where each span begins in the source, in the target, and how many words it has.
     A place is cut into spans of SPAN_WORDS words, the last one shorter. Raises ValueError for one not of whole words."""
-    numbers = np.array([(src[1], dst[1], dst[2], dst[3]) for src, dst in zip(sources, places, strict=True)], dtype=np.int64)
-    src, dst, offset, nbytes = numbers.T
-    if ((offset | nbytes | row_bytes) % _WORD_BYTES).any():
+    _, src, src_offset, _ = sources.astype(np.int64).T
+    _, dst, offset, nbytes = places.astype(np.int64).T
+    if ((src_offset | offset | nbytes | row_bytes) % _WORD_BYTES).any():
         raise ValueError("a GPU reads whole words, and a place is not made of them")
     words = nbytes // _WORD_BYTES
     cuts = -(-words // SPAN_WORDS)
-    of = np.repeat(np.arange(len(words)), cuts)
-    at = (np.arange(len(of)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * SPAN_WORDS
-    begins, ends_up = ((number * row_bytes + offset)[of] // _WORD_BYTES + at for number in (src, dst))
-    return np.stack([begins, ends_up, np.minimum(words[of] - at, SPAN_WORDS)])
+    cut_before = (np.cumsum(cuts) - cuts) * SPAN_WORDS  # words, as if every span were full
+    begins, ends_up = (first // _WORD_BYTES for first in (src * row_bytes + src_offset, dst * row_bytes + offset))
+    table = np.repeat(np.stack((begins - cut_before, ends_up - cut_before, words + cut_before)), cuts, axis=1)
+    at = np.arange(table.shape[1]) * SPAN_WORDS
+    table[:2] += at
+    table[2] = np.minimum(table[2] - at, SPAN_WORDS)
+    return table
 
 
 def sum_weights() -> Tensor:
@@ -296,8 +303,8 @@ def _flat(rows: Tensor) -> Tensor:
     return rows.view(-1).view(torch.int32)
 
 
-def _views(rows: Mapping[str, Tensor], places: Sequence[Place]) -> list[Tensor]:
-    return [rows[kind][number, offset : offset + nbytes] for kind, number, offset, nbytes in places]
+def _views(rows: Mapping[str, Tensor], places: Places) -> list[Tensor]:
+    return [rows[KINDS[kind]][number, offset : offset + nbytes] for kind, number, offset, nbytes in places.tolist()]
 
 
 def _at(address: int, device: torch.device, count: int, row_bytes: int) -> Tensor:

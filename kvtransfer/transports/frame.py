@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.sharing import NAME_BYTES
-from kvtransfer.transports import Key, Place, Span
+from kvtransfer.spans import KIND, KINDS, NBYTES, SPAN_BYTES, SRC, Spans, from_bytes, to_bytes
+from kvtransfer.transports import Key
 
 MAX_SPANS = 4096
 MAX_FRAMES = 64  # of payload in one chunk
@@ -25,15 +26,13 @@ PATHS = ("zeromq", "shm", "cuda_ipc")
 SPOKEN = {"zeromq": "ZeroMQ", "shm": "shared memory", "cuda_ipc": "CUDA IPC"}
 MAX_HANDLES_BYTES = 1024  # what leads to a device's memory
 LANDED, LATE, REFUSED, CORRUPT = range(4)  # what an ACK says
-_KINDS = ("page", "slot")
 _HELLO = struct.Struct(f"<4sBxxxIIQ{NAME_BYTES}sIIII")
 _WELCOME = struct.Struct("<4sB")
 _CHUNK = struct.Struct(f"<4sBxxxIQQ{NAME_BYTES}sI")
-_SPAN = struct.Struct("<BxxxIIII")
 _ACK = struct.Struct("<4sBxxxQ")
 _MAX_REASON_BYTES = 500
 MAX_REPLY_BYTES = _WELCOME.size + _MAX_REASON_BYTES  # the longest that a receiver says
-MAX_HEADER_BYTES = _CHUNK.size + MAX_SPANS * _SPAN.size
+MAX_HEADER_BYTES = _CHUNK.size + MAX_SPANS * SPAN_BYTES
 
 
 class BadFrame(ValueError):
@@ -62,14 +61,14 @@ class Welcome:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """`probe`: the bytes are for nobody, only their speed counts. `memory_name`: whose memory to fetch from, b"" when the
     bytes come along. `number` is unique in the sender's process."""
 
     key: Key
     number: int
-    spans: tuple[Span, ...]
+    spans: Spans
     memory_name: bytes = b""
     probe: bool = False
 
@@ -118,23 +117,20 @@ def pack_chunk(chunk: Chunk) -> bytes:
     """Raises struct.error for a key or number that does not fit its field."""
     rid, attempt = chunk.key
     flags = (1 if chunk.memory_name else 0) | (2 if chunk.probe else 0)
-    spans = [_SPAN.pack(_KINDS.index(s.kind), s.dst, s.offset, s.nbytes, s.src) for s in chunk.spans]
     name = chunk.memory_name or bytes(NAME_BYTES)
-    return _CHUNK.pack(b"pdK2", flags, attempt, rid, chunk.number, name, len(spans)) + b"".join(spans)
+    return _CHUNK.pack(b"pdK2", flags, attempt, rid, chunk.number, name, len(chunk.spans)) + to_bytes(chunk.spans)
 
 
 def unpack_chunk(frame: bytes | memoryview) -> Chunk:
     if not _CHUNK.size < len(frame) <= MAX_HEADER_BYTES:
         raise BadFrame(f"{len(frame)} bytes are no header")
     magic, flags, attempt, rid, number, name, count = _CHUNK.unpack_from(frame)
-    if magic != b"pdK2" or flags > 3 or len(frame) != _CHUNK.size + count * _SPAN.size:
+    if magic != b"pdK2" or flags > 3 or len(frame) != _CHUNK.size + count * SPAN_BYTES:
         raise BadFrame("not a chunk of this protocol")
-    spans = []
-    for kind, dst, offset, nbytes, src in _SPAN.iter_unpack(frame[_CHUNK.size :]):
-        if kind >= len(_KINDS) or nbytes == 0:
-            raise BadFrame(f"a span of kind {kind} and {nbytes} bytes")
-        spans.append(Span(_KINDS[kind], src, dst, offset, nbytes))
-    return Chunk((rid, attempt), number, tuple(spans), name if flags & 1 else b"", bool(flags & 2))
+    spans = from_bytes(frame[_CHUNK.size :], SRC + 1)
+    if spans[:, KIND].max() >= len(KINDS) or not spans[:, NBYTES].all():
+        raise BadFrame("a span of no known kind, or of no bytes")
+    return Chunk((rid, attempt), number, spans, name if flags & 1 else b"", bool(flags & 2))
 
 
 def pack_ack(ack: Ack) -> bytes:
@@ -150,21 +146,17 @@ def unpack_ack(frame: bytes | memoryview) -> Ack:
     return Ack(number, status)
 
 
-def split_payload(spans: Sequence[Span], frames: Sequence[memoryview]) -> list[memoryview]:
+def split_payload(spans: Spans, frames: Sequence[memoryview]) -> list[memoryview]:
     """The bytes of each span (views). Raises BadFrame when spans and frames do not fit together."""
     parts: list[memoryview] = []
     used, at = 0, 0
-    for span in spans:
+    for nbytes in spans[:, NBYTES].tolist():
         if used < len(frames) and at == len(frames[used]):
             used, at = used + 1, 0
-        if used == len(frames) or at + span.nbytes > len(frames[used]):
+        if used == len(frames) or at + nbytes > len(frames[used]):
             raise BadFrame("payload and spans differ in length")
-        parts.append(frames[used][at : at + span.nbytes])
-        at += span.nbytes
+        parts.append(frames[used][at : at + nbytes])
+        at += nbytes
     if used != len(frames) - 1 or at != len(frames[used]):
         raise BadFrame("more payload than spans")
     return parts
-
-
-def places(spans: Sequence[Span]) -> tuple[Place, ...]:
-    return tuple(span.place for span in spans)

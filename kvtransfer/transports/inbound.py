@@ -14,8 +14,9 @@ import zmq
 
 from kvtransfer.digest import SpanDigests, chunk_digest, combine
 from kvtransfer.sharing import SharedMemory
+from kvtransfer.spans import NBYTES, Places, places_of, sources_of, spoken, strays
 from kvtransfer.tombstones import Tombstones
-from kvtransfer.transports import Drained, Event, Key, Landed, Place
+from kvtransfer.transports import Drained, Event, Key, Landed
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
     CORRUPT,
@@ -31,7 +32,6 @@ from kvtransfer.transports.frame import (
     Welcome,
     pack_ack,
     pack_welcome,
-    places,
     split_payload,
     unpack_chunk,
     unpack_hello,
@@ -67,7 +67,7 @@ class _Fetch:
     """A chunk whose bytes our device is fetching: who sent it, on whichever connections, is answered when they are there."""
 
     chunk: Chunk
-    wanted: tuple[Place, ...]
+    wanted: Places
     window: Window
     source: DevicePeer  # which stays open as long as it is read
     begun: Begun
@@ -92,7 +92,7 @@ class Inbound:
         self._scratch = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
 
     def expect(self, key: Key, slot: int, pages: Sequence[int], mark: int, secret: bytes) -> None:
-        self._windows[key] = Window(slot, frozenset(pages), mark, Seal(secret) if secret else None)
+        self._windows[key] = Window(slot, pages, self._rows, mark, Seal(secret) if secret else None)
 
     def revoke(self, key: Key) -> None:
         if self._windows.pop(key, None) is not None:
@@ -209,10 +209,10 @@ class Inbound:
         if not chunk.memory_name:
             parts = [np.frombuffer(frame, dtype=np.uint8) for frame in frames]
         elif isinstance(memory := self._source(chunk), CpuMemory):
-            parts = [memory.direct(span.source, 0) for span in chunk.spans]
+            parts = [memory.direct(source, 0) for source in sources_of(chunk.spans).tolist()]
         else:
             assert isinstance(self._memory, DeviceMemory)
-            self._memory.read(memory, [span.source for span in chunk.spans])
+            self._memory.read(memory, sources_of(chunk.spans))
             return LANDED
         for part in parts:
             room = self._scratch[: len(part)]
@@ -235,21 +235,20 @@ class Inbound:
         if chunk.number in window.numbers:  # sent again because our answer was lost
             self._counters.add("repeated_frames")
             return LANDED
-        wanted = places(chunk.spans)
-        if (refused := window.refused(wanted, self._rows)) is not None:
-            raise BadFrame(f"{refused} was not granted to {chunk.key}, or is not missing any more")
+        wanted = places_of(chunk.spans)
+        ground = window.claim(wanted)
         source = self._source_of(window, chunk, header, frames)
         if isinstance(source, DevicePeer):
             assert isinstance(self._memory, DeviceMemory)
             try:
-                begun = self._memory.fetch(source, [span.source for span in chunk.spans], wanted, window.mark)
+                begun = self._memory.fetch(source, sources_of(chunk.spans), wanted, window.mark)
             except ValueError as error:
                 raise BadFrame(str(error)) from error
-            window.land(chunk.number, wanted)  # now: nobody else may write there meanwhile
+            window.land(chunk.number, ground)  # now: nobody else may write there meanwhile
             self._fetches.append(_Fetch(chunk, wanted, window, source, begun, [identity]))
             return None
         digest = self._write(window, chunk, source, wanted, header, frames)
-        window.land(chunk.number, wanted)
+        window.land(chunk.number, ground)
         self._emit(Landed(chunk.key, wanted, digest))
         return LANDED
 
@@ -281,13 +280,13 @@ class Inbound:
         window: Window,
         chunk: Chunk,
         source: CpuMemory | None,
-        wanted: tuple[Place, ...],
+        wanted: Places,
         header: bytes,
         frames: list[memoryview],
     ) -> int:
         """Puts a chunk's bytes, which a host can touch, in their places; gives their digest."""
         if source is not None:
-            parts = [source.direct(span.source, 0) for span in chunk.spans]
+            parts = [source.direct(place, 0) for place in sources_of(chunk.spans).tolist()]
         elif window.seal is not None:
             return self._unseal(window, chunk, wanted, header, frames)
         else:
@@ -301,30 +300,29 @@ class Inbound:
         if chunk.memory_name not in self._mapped:
             raise BadFrame("a chunk of memory that is not mapped here")
         mapped = self._mapped[chunk.memory_name]
-        for span in chunk.spans:
-            count, row_bytes = mapped.hello.rows[span.kind]
-            if span.src >= count or span.offset + span.nbytes > row_bytes:
-                raise BadFrame(f"{span} is not inside the sender's memory")
+        sources = sources_of(chunk.spans)
+        outside = strays(sources, mapped.hello.rows)
+        if outside.any():
+            raise BadFrame(f"{spoken(sources[outside][0])} is not inside the sender's memory")
         return mapped.memory
 
-    def _unseal(self, window: Window, chunk: Chunk, wanted: tuple[Place, ...], header: bytes, frames: list[memoryview]) -> int:
+    def _unseal(self, window: Window, chunk: Chunk, wanted: Places, header: bytes, frames: list[memoryview]) -> int:
         """Decrypts frame by frame: a large span straight into its place, small ones by way of a buffer."""
         assert window.seal is not None
         inner = [frame[:-TAG_BYTES] if len(frame) > TAG_BYTES else frame[:0] for frame in frames]
         split_payload(chunk.spans, inner)  # only for its check
-        at = 0
+        sizes, end = wanted[:, NBYTES].tolist(), 0
         for index, (sealed, data) in enumerate(zip(frames, inner, strict=True)):
-            group: list[Place] = []
-            filled = 0
+            first, filled = end, 0
             while filled < len(data):
-                group.append(wanted[at])
-                filled += wanted[at][3]
-                at += 1
-            target = self._memory.direct(group[0], window.mark) if len(group) == 1 else None
+                filled += sizes[end]
+                end += 1
+            group = wanted[first:end]
+            target = self._memory.direct(group[0].tolist(), window.mark) if len(group) == 1 else None
             plain = target if target is not None else np.empty(len(data), dtype=np.uint8)
             window.seal.open_into(chunk.number, index, sealed, header, plain)
             if target is None:
-                parts = np.split(plain, np.cumsum([place[3] for place in group[:-1]]))
+                parts = np.split(plain, np.cumsum(sizes[first : end - 1]))
                 self._memory.scatter(group, parts, window.mark)
         return combine(tag_digest(frame) for frame in frames)
 

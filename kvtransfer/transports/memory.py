@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.sharing import SharedMemory
-from kvtransfer.transports import Place
+from kvtransfer.spans import KINDS, NBYTES, Place, Places, num_bytes
 
 Bytes = NDArray[np.uint8]
 Rows = dict[str, tuple[int, int]]  # kind -> (rows, bytes of one)
@@ -49,11 +49,11 @@ class Memory(Protocol):
         """A fresh uint8 host buffer that `gather` writes to fast; it may be handed to a socket without a copy."""
         ...
 
-    def gather(self, places: Sequence[Place], out: Bytes, mark: int) -> None:
+    def gather(self, places: Places, out: Bytes, mark: int) -> None:
         """Packs the bytes of `places`, one after the other, into `out`; done when it returns."""
         ...
 
-    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
+    def scatter(self, places: Places, parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
         """Puts `parts` to `places`; done when it returns. What `look` gives for a place is shown the bytes that its digest is
         to be made of: in order, piece by piece, while they are in the cache. Several places may be shown at a time.
 
@@ -91,16 +91,16 @@ class DeviceMemory(ABC):
         """Raises OSError when it cannot be opened, ValueError when it is not what it is said to be."""
 
     @abstractmethod
-    def fetch(self, peer: DevicePeer, sources: Sequence[Place], places: Sequence[Place], mark: int) -> Begun:
+    def fetch(self, peer: DevicePeer, sources: Places, places: Places, mark: int) -> Begun:
         """Starts to copy a peer's `sources` to our `places`. Comes to the `sums` of what is there then. Raises ValueError
         for places that are not made of whole words."""
 
     @abstractmethod
-    def read(self, peer: DevicePeer, sources: Sequence[Place]) -> None:
+    def read(self, peer: DevicePeer, sources: Places) -> None:
         """Reads a peer's `sources` to nowhere: only the speed counts."""
 
     @abstractmethod
-    def sums(self, places: Sequence[Place], mark: int) -> Begun:
+    def sums(self, places: Places, mark: int) -> Begun:
         """Comes to what a digest of the bytes of `places`, made on the device, consists of: a few of them stand for all."""
 
 
@@ -125,19 +125,19 @@ class CpuMemory:
 
     def direct(self, place: Place, mark: int) -> Bytes:
         kind, number, offset, nbytes = place
-        return self._rows[kind][number, offset : offset + nbytes]
+        return self._rows[KINDS[kind]][number, offset : offset + nbytes]
 
     def buffer(self, nbytes: int) -> Bytes:
         return np.empty(nbytes, dtype=np.uint8)
 
-    def gather(self, places: Sequence[Place], out: Bytes, mark: int) -> None:
+    def gather(self, places: Places, out: Bytes, mark: int) -> None:
         at = 0
-        for place in places:
-            out[at : at + place[3]] = self.direct(place, mark)
-            at += place[3]
+        for place in places.tolist():
+            out[at : at + place[NBYTES]] = self.direct(place, mark)
+            at += place[NBYTES]
 
-    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
-        half = len(places) // 2 if sum(place[3] for place in places) >= _SHARED_BYTES else 0
+    def scatter(self, places: Places, parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
+        half = len(places) // 2 if num_bytes(places) >= _SHARED_BYTES else 0
         other = self._helper.submit(self._put, places[:half], parts[:half], look) if half else None
         try:
             self._put(places[half:], parts[half:], look)
@@ -147,10 +147,10 @@ class CpuMemory:
         if other is not None:
             other.result()
 
-    def _put(self, places: Sequence[Place], parts: Sequence[Bytes], look: Look) -> None:
-        for place, part in zip(places, parts, strict=True):
+    def _put(self, places: Places, parts: Sequence[Bytes], look: Look) -> None:
+        for place, part in zip(places.tolist(), parts, strict=True):
             target, show = self.direct(place, 0), look(place)
-            for begin in range(0, place[3], PIECE_BYTES):
+            for begin in range(0, place[NBYTES], PIECE_BYTES):
                 piece = target[begin : begin + PIECE_BYTES]
                 piece[:] = part[begin : begin + PIECE_BYTES]
                 show(piece)

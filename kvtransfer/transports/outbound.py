@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import numpy as np
 import zmq
 
-from kvtransfer.transports import BulkOptions, Event, Key, Link, Span
+from kvtransfer.spans import PAGE
+from kvtransfer.transports import BulkOptions, Event, Key, Link
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
     CORRUPT,
@@ -184,21 +186,21 @@ class Outbound:
     def _test(self, peer: Peer, now_s: float) -> None:
         """Sends page 0, which is nobody's, a few times over all connections; the last answer ends the test."""
         row_bytes = self._hello.rows["page"][1]
-        span = Span("page", 0, 0, 0, row_bytes)
         name = self._name(peer)
-        spans = (span,) * max(1, min(FETCH_BYTES.get(peer.path, CHUNK_BYTES) // row_bytes, 256 if name else 16))
+        pages = max(1, min(FETCH_BYTES.get(peer.path, CHUNK_BYTES) // row_bytes, 256 if name else 16))
+        spans = np.array([(PAGE, 0, 0, row_bytes, 0)] * pages, dtype=np.uint32)
         peer.link, peer.probe_begin_s, peer.tested_s, peer.moved_s = None, time.perf_counter(), now_s, now_s
-        rounds = max(1, min(PROBE_BYTES // (row_bytes * len(spans)), CREDIT))
+        rounds = max(1, min(PROBE_BYTES // (row_bytes * pages), CREDIT))
         data = self._memory.buffer(row_bytes)
         data[:] = 0
         for _ in range(rounds):
             for lane in peer.lanes:
                 chunk = Chunk((0, 0), next(self._numbers), spans, name, probe=True)
-                payload: list[Any] = [] if name else [data] * len(spans)
+                payload: list[Any] = [] if name else [data] * pages
                 lane.socket.send_multipart([pack_chunk(chunk), *payload], copy=False)
                 lane.under_way[chunk.number] = None
         peer.probes_left = rounds * len(peer.lanes)
-        peer.probe_bytes = peer.probes_left * row_bytes * len(spans)
+        peer.probe_bytes = peer.probes_left * row_bytes * pages
 
     def _tested(self, peer: Peer, link: Link, now_s: float) -> None:
         peer.link, peer.tested_s = link, now_s
@@ -322,7 +324,7 @@ class Outbound:
             self._jobs.lose(piece.job.key, f"{peer.address} {why} of this hand-off", ack.status == CORRUPT)
             self._jobs.release(piece)
         else:
-            self._counters.add("bulk_bytes_sent", sum(span.nbytes for span in piece.spans))
+            self._counters.add("bulk_bytes_sent", piece.num_bytes)
             self._jobs.landed(piece)
 
     def _measured(self, peer: Peer, now_s: float) -> None:

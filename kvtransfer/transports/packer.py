@@ -6,14 +6,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from kvtransfer.digest import chunk_digest, combine, span_digest
-from kvtransfer.transports import Key, Span
+from kvtransfer.spans import NBYTES, Place, Spans, num_bytes, places_of, sources_of
+from kvtransfer.transports import Key
 from kvtransfer.transports.jobs import Job, Piece
 from kvtransfer.transports.memory import DeviceMemory, Memory
 from kvtransfer.transports.seal import NO_PAYLOAD, tag_digest
 
 DIRECT_BYTES = 128 << 10  # a span from this size on is a frame by itself; below, packing is cheaper than a frame
-Group = tuple[list[Span], Any]  # spans, and their bytes one after the other
+Group = tuple[Spans, Any]  # spans, and their bytes one after the other
 Digest = Callable[[], int]  # to be made when the bytes are on their way: then the peer does not wait for it
 
 
@@ -28,11 +31,12 @@ class Packer:
         job, spans = piece.job, piece.spans
         frames = [] if job.seal is None else [job.seal.close(piece.number, NO_PAYLOAD, b"", header)]
         if isinstance(self._memory, DeviceMemory):
-            sums = self._memory.sums([span.source for span in spans], job.mark)
+            sums = self._memory.sums(sources_of(spans), job.mark)
             if not self._memory.reached(job.mark):  # our stream waits for what computes these pages; the peer's cannot
                 sums.result()
-            return frames, lambda: chunk_digest(job.key, [span.place for span in spans], sums.result())
-        return frames, partial(_digest, job.key, [([span], self._direct(span, job)) for span in spans])
+            return frames, lambda: chunk_digest(job.key, places_of(spans), sums.result())
+        parts = [self._memory.direct(source, job.mark) for source in sources_of(spans).tolist()]
+        return frames, partial(_digest, job.key, [(spans[i : i + 1], part) for i, part in enumerate(parts)])
 
     def payload(self, piece: Piece, header: bytes) -> tuple[list[Any], Digest]:
         """The frames of a chunk and their digest; large spans are the arena's own bytes."""
@@ -45,34 +49,31 @@ class Packer:
 
     def _frames(self, piece: Piece) -> list[Group]:
         """The chunk's spans, by the frame they go in, and that frame's bytes."""
-        job, groups, small = piece.job, [], []
-        for span in piece.spans:
-            data = self._direct(span, job) if span.nbytes >= DIRECT_BYTES else None
+        job, spans, groups, packed = piece.job, piece.spans, [], 0
+        for large in np.flatnonzero(spans[:, NBYTES] >= DIRECT_BYTES).tolist():
+            source: Place = sources_of(spans[large : large + 1])[0].tolist()
+            data = self._memory.direct(source, job.mark)
             if data is None:
-                small.append(span)
                 continue
-            if small:
-                groups.append((small, self._pack(small, job)))
-                small = []
-            groups.append(([span], data))
-        if small:
-            groups.append((small, self._pack(small, job)))
+            if packed < large:
+                groups.append(self._pack(spans[packed:large], job))
+            groups.append((spans[large : large + 1], data))
+            packed = large + 1
+        if packed < len(spans):
+            groups.append(self._pack(spans[packed:], job))
         return groups
 
-    def _direct(self, span: Span, job: Job) -> Any:
-        return self._memory.direct(span.source, job.mark)
-
-    def _pack(self, spans: list[Span], job: Job) -> Any:
-        packed = self._memory.buffer(sum(span.nbytes for span in spans))
-        self._memory.gather([span.source for span in spans], packed, job.mark)
-        return packed
+    def _pack(self, spans: Spans, job: Job) -> Group:
+        packed = self._memory.buffer(num_bytes(spans))
+        self._memory.gather(sources_of(spans), packed, job.mark)
+        return spans, packed
 
 
 def _digest(key: Key, groups: Sequence[Group]) -> int:
     digests = []
     for spans, data in groups:
         at = 0
-        for span in spans:
-            digests.append(span_digest(key, *span.place[:3], data[at : at + span.nbytes].data))
-            at += span.nbytes
+        for kind, number, offset, nbytes in places_of(spans).tolist():
+            digests.append(span_digest(key, kind, number, offset, data[at : at + nbytes].data))
+            at += nbytes
     return combine(digests)
