@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgpack
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -33,7 +34,7 @@ from kvtransfer.arena import Arena
 from kvtransfer.layout import Field, KVLayout
 from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Wrote, open_transport
 from kvtransfer.transports.counters import Counters
-from kvtransfer.transports.cuda import SideStream, span_table, sum_weights
+from kvtransfer.transports.cuda import SideStream, span_table
 from kvtransfer.transports.cuda_ipc import HANDLE_BYTES, CudaIpc, Extent, Opened, pack_extents, unpack_extents
 from kvtransfer.transports.frame import (
     LANDED,
@@ -50,6 +51,7 @@ from kvtransfer.transports.frame import (
 )  # fmt: skip
 from kvtransfer.transports.inbound import Inbound, _Mapped
 from kvtransfer.transports.memory import DeviceMemory, DevicePeer
+from kvtransfer.transports.sums import sum_weights
 from tests.transfer_rig import (
     DRIVER,
     LAYOUT,
@@ -124,7 +126,7 @@ def sums_of(data: torch.Tensor) -> bytes:
     place = place_table([("page", 0, 0, data.numel())])
     begins, _, counts = torch.from_numpy(span_table(place, place, data.numel()))
     sums = torch.empty_like(counts)
-    sum_spans(data.view(torch.int32), begins, counts, sum_weights(), sums)
+    sum_spans(data.view(torch.int32), begins, counts, torch.from_numpy(sum_weights()), sums)
     return sums.numpy().tobytes()
 
 
@@ -374,6 +376,27 @@ class Copier(DeviceMemory):
     def __init__(self) -> None:
         self.copies: list[Copying] = []
 
+    def enter(self) -> None:
+        return None
+
+    def mark(self) -> int:
+        return 0
+
+    def reached(self, mark: int) -> bool:
+        return True
+
+    def buffer(self, nbytes: int) -> Any:
+        return np.empty(nbytes, dtype=np.uint8)
+
+    def gather(self, places: Any, out: Any, mark: int) -> Copying:
+        return self._begin()
+
+    def scatter(self, source: Any, places: Any, mark: int) -> Copying:
+        return self._begin()
+
+    def sums(self, places: Any, mark: int) -> Copying:
+        return Copying()
+
     def handles(self) -> bytes:
         return b""
 
@@ -381,14 +404,14 @@ class Copier(DeviceMemory):
         return DevicePeer()
 
     def fetch(self, peer: Any, sources: Any, places: Any, mark: int) -> Copying:
-        self.copies.append(Copying())
-        return self.copies[-1]
+        return self._begin()
 
     def read(self, peer: Any, sources: Any) -> None:
         return None
 
-    def sums(self, places: Any, mark: int) -> Copying:
-        return Copying()
+    def _begin(self) -> Copying:
+        self.copies.append(Copying())
+        return self.copies[-1]
 
 
 SIZES = {"page": (32, PAGE), "slot": (16, 64)}
@@ -408,7 +431,7 @@ class Fetching:
 
     def chunk(self, number: int, identity: bytes = b"one") -> int | None:
         """The answer, if it comes at once."""
-        chunk = Chunk(KEY, number, table([Span("page", 20, number, 0, PAGE)]), b"n" * 16)
+        chunk = Chunk(KEY, number, table([Span("page", 20, number, 0, PAGE)]), b"n" * 16, sums=True)
         answer = self.inbound._answer([memoryview(pack_chunk(chunk))], identity)
         return unpack_ack(answer).status if answer else None
 
@@ -465,7 +488,7 @@ def test_a_chunk_that_comes_again_while_it_is_copied_is_answered_when_it_is_ther
 def test_memory_that_is_copied_to_is_nobody_elses() -> None:
     rig = Fetching()
     rig.chunk(1)
-    other = Chunk(KEY, 7, table([Span("page", 20, 1, 0, 4)]), b"n" * 16)
+    other = Chunk(KEY, 7, table([Span("page", 20, 1, 0, 4)]), b"n" * 16, sums=True)
     answer = rig.inbound._answer([memoryview(pack_chunk(other))], b"one")
     assert unpack_ack(answer).status == REFUSED and len(rig.memory.copies) == 1
 

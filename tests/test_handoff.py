@@ -453,7 +453,7 @@ class HandTransport:
         key, spans = self.waiting.pop(index)
         digests = []
         for i, (kind, dst, offset, nbytes, src) in enumerate(spans.tolist()):
-            data = bytes(self._memory.direct((kind, src, offset, nbytes), 0))
+            data = bytes(self._memory.direct((kind, src, offset, nbytes)))
             digests.append(span_digest(key, kind, dst, offset, data))
             self._number += 1
             self.on_the_way.append([pack_chunk(Chunk(key, self._number, spans[i : i + 1])), data])

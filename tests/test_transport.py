@@ -25,6 +25,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import backend
 from kvtransfer.arena import Arena
 from kvtransfer.digest import SpanDigests, chunk_digest, combine, span_digest
 from kvtransfer.layout import Field, KVLayout
@@ -103,12 +104,13 @@ def context() -> Iterator[zmq.Context[Any]]:
     context.destroy(linger=0)
 
 
-@pytest.fixture(params=[*PATHS, "faults"])
+@pytest.fixture(params=[*PATHS, "device", "faults"])
 def opener(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
-    """Opens transports of the kind under test, and closes them. "faults" is the wrapper, with none ordered; "cuda_ipc" works
-    on a GPU where there is one, on the tensors of the CPU elsewhere."""
-    if request.param == "cuda_ipc" and torch.cuda.is_available():
+    """Opens transports of the kind under test, and closes them. "faults" is the wrapper, with none ordered; "cuda_ipc" and
+    "device" work on a GPU where there is one, on the tensors of the CPU elsewhere."""
+    if request.param in ("device", "cuda_ipc") and torch.cuda.is_available():
         monkeypatch.setattr("tests.transfer_rig.DEVICE", "cuda")
+        monkeypatch.setattr(backend, "_active", backend.of_gpu(torch.device("cuda")))
     yield from openers(request.param)
 
 
@@ -192,7 +194,7 @@ def test_the_digest_is_of_what_landed_in_the_arena(opener: Opener, monkeypatch: 
     sender, receiver = opener(source), opener(target)
     memory = receiver.inner._inbound._memory
 
-    def faulty(places: Any, parts: Any, mark: Any, look: Any) -> None:
+    def faulty(places: Any, parts: Any, look: Any) -> None:
         def spoilt(place: Any) -> Any:
             show = look(place)
 
@@ -202,7 +204,7 @@ def test_the_digest_is_of_what_landed_in_the_arena(opener: Opener, monkeypatch: 
 
             return seen
 
-        scatter(places, parts, mark, spoilt)
+        scatter(places, parts, spoilt)
 
     def faulty_sums(tables: Any) -> Any:
         target.pages[5, 17] ^= 1
@@ -402,7 +404,7 @@ BAD_FRAMES: dict[str, list[bytes]] = {
     "more frames than spans": [*GOOD, b"more"],
     "many frames": [GOOD[0]] * 50,
     "wrong magic": [b"pdK0" + GOOD[0][4:], GOOD[1]],
-    "unknown flag": [GOOD[0][:4] + b"\x04" + GOOD[0][5:], GOOD[1]],
+    "unknown flag": [GOOD[0][:4] + b"\x08" + GOOD[0][5:], GOOD[1]],
     "no spans": whole(KEY, []),
     "wrong rid": whole((8, 0), [("page", 5, 0, 100)]),
     "wrong attempt": whole((7, 1), [("page", 5, 0, 100)]),
@@ -617,7 +619,7 @@ def test_two_threads_put_a_large_chunk_in_its_places() -> None:
         threads.add(threading.get_ident())
         return digests.begin(place)
 
-    memory.scatter(places, parts, 0, look)
+    memory.scatter(places, parts, look)
     assert all(np.array_equal(rows["page"][place[1]], part) for place, part in zip(places, parts, strict=True))
     expected = combine(
         span_digest(KEY, KINDS.index("page"), number, 0, part.data) for number, part in zip((3, 0, 4, 1, 2), parts, strict=True)
@@ -630,7 +632,7 @@ def test_when_one_thread_cannot_put_its_share_nothing_is_written_any_more(broken
     memory, rows, parts = large_rows(4)
     parts[broken] = parts[broken][:-1]
     with pytest.raises(ValueError, match="broadcast"):
-        memory.scatter(place_table(("page", number, 0, 4 << 20) for number in range(4)), parts, 0)
+        memory.scatter(place_table(("page", number, 0, 4 << 20) for number in range(4)), parts)
     whole = [number for number in range(4) if np.array_equal(rows["page"][number], parts[number])]
     assert whole == ([2, 3] if broken == 0 else [0, 1, 2]), "the other's share is complete when it is said"
 
@@ -680,10 +682,10 @@ def test_a_fault_while_packing_loses_that_hand_off_and_no_other(zeromq_opener: O
     memory = sender.inner._outbound._memory
     gather = memory.gather
 
-    def faulty(places: Any, out: Any, mark: Any) -> None:
+    def faulty(places: Any, out: Any) -> None:
         if places[0][1] == 1:
             raise RuntimeError("device fault")
-        gather(places, out, mark)
+        gather(places, out)
 
     monkeypatch.setattr(memory, "gather", faulty)
     receiver.expect((8, 0), 3, [5])

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -138,30 +139,35 @@ def thread_transport(arena: Arena, path: str = "zeromq", stall_s: float = 30.0, 
     return ThreadTransport(arena, options=BulkOptions(path, lanes, stall_s=stall_s))
 
 
-@dataclass
+@dataclass(eq=False)
 class HostWork:
-    """Copies that a `HostStream` has begun."""
+    """What a `HostStream` was told to do, and what it came to."""
 
     stream: HostStream
-    on_host: Tensor
+    issue: Callable[[], Tensor]
+    on_host: Tensor | None = None
 
     def over(self) -> bool:
-        return self.stream.copies_end.is_set()
+        self.stream.advance()
+        return self.on_host is not None
 
     def result(self) -> bytes:
         assert self.stream.copies_end.wait(10)
+        self.stream.advance()
+        assert self.on_host is not None
         return self.on_host.numpy().tobytes()
 
 
 class HostStream:
-    """Stands in for a CUDA stream where there is none: everything is done when it is issued, and over when `copies_end` is
-    set. Marks below `computed` are reached; tests move both."""
+    """Stands in for a CUDA stream where there is none: what is begun is done, in that order, once `copies_end` is set. Marks
+    below `computed` are reached; tests move both."""
 
     def __init__(self) -> None:
         self.marks = 0
         self.computed = 1 << 32
         self.copies_end = threading.Event()
         self.copies_end.set()
+        self.begun: deque[HostWork] = deque()
 
     def enter(self) -> None:
         return None
@@ -175,7 +181,14 @@ class HostStream:
 
     def begin(self, mark: int, issue: Callable[[], Tensor]) -> HostWork:
         assert self.reached(mark), "the engine would wait for what is being computed"
-        return HostWork(self, issue())
+        self.begun.append(work := HostWork(self, issue))
+        self.advance()
+        return work
+
+    def advance(self) -> None:
+        while self.begun and self.copies_end.is_set():
+            work = self.begun.popleft()
+            work.on_host = work.issue()
 
     def after(self, mark: int) -> contextlib.AbstractContextManager[None]:
         assert self.reached(mark), "the engine would wait for what is being computed"
@@ -230,11 +243,11 @@ class Faultless(FaultyTransport):
 
 
 def rigged_transport(arena: Arena, path: str, stall_s: float = 30.0, lanes: int = 1) -> ThreadTransport | Faultless:
-    """Of a path, or of "faults"."""
+    """Of a path, of "device" (between GPUs over ZeroMQ), or of "faults"."""
     if path == "faults":
         return Faultless(thread_transport(arena, "zeromq", stall_s, lanes))
-    kind = DeviceTransport if path == "cuda_ipc" else ThreadTransport
-    return kind(arena, options=BulkOptions(path, lanes, stall_s=stall_s))
+    kind = DeviceTransport if path in ("device", "cuda_ipc") else ThreadTransport
+    return kind(arena, options=BulkOptions("zeromq" if path == "device" else path, lanes, stall_s=stall_s))
 
 
 def sums_by_hand(data: bytes) -> bytes:
@@ -288,6 +301,7 @@ class RawReceiver:
         endpoint = self.socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode()
+        self.identity = b""  # of who sent the last message
 
     def take(self) -> None:
         """The next chunk that is for somebody, and no word of it."""
@@ -297,6 +311,7 @@ class RawReceiver:
         """The next chunk that is for somebody, and its bytes; it is acknowledged with `status`. None: nothing came."""
         while self.socket.poll(int(timeout_s * 1000)):
             identity, head, *frames = self.socket.recv_multipart()
+            self.identity = identity
             if head[:4] == b"pdH3":
                 self.socket.send_multipart([identity, pack_welcome(Welcome("zeromq", "a test"))])
                 continue

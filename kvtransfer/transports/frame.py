@@ -30,6 +30,7 @@ _HELLO = struct.Struct(f"<4sBxxxIIQ{NAME_BYTES}sIIII")
 _WELCOME = struct.Struct("<4sB")
 _CHUNK = struct.Struct(f"<4sBxxxIQQ{NAME_BYTES}sI")
 _ACK = struct.Struct("<4sBxxxQ")
+_DEVICE = 128  # in a WELCOME, beside the path
 _MAX_REASON_BYTES = 500
 MAX_REPLY_BYTES = _WELCOME.size + _MAX_REASON_BYTES  # the longest that a receiver says
 MAX_HEADER_BYTES = _CHUNK.size + MAX_SPANS * SPAN_BYTES
@@ -57,20 +58,25 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
+    """`device`: the receiver's memory is one's, so that it makes the digests of sums (sums.py)."""
+
     path: str
     reason: str
+    device: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """`probe`: the bytes are for nobody, only their speed counts. `memory_name`: whose memory to fetch from, b"" when the
-    bytes come along. `number` is unique in the sender's process."""
+    bytes come along. `number` is unique in the sender's process. `sums`: the digest is of sums, since one of the two memories
+    is a device's."""
 
     key: Key
     number: int
     spans: Spans
     memory_name: bytes = b""
     probe: bool = False
+    sums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +107,22 @@ def unpack_hello(frame: bytes | memoryview) -> Hello:
 
 def pack_welcome(welcome: Welcome) -> bytes:
     reason = welcome.reason.encode()[:_MAX_REASON_BYTES]
-    return _WELCOME.pack(b"pdW2", PATHS.index(welcome.path)) + reason
+    return _WELCOME.pack(b"pdW2", PATHS.index(welcome.path) | (_DEVICE if welcome.device else 0)) + reason
 
 
 def unpack_welcome(frame: bytes | memoryview) -> Welcome:
     if not _WELCOME.size <= len(frame) <= MAX_REPLY_BYTES:
         raise BadFrame(f"{len(frame)} bytes are no welcome")
     magic, path = _WELCOME.unpack_from(frame)
-    if magic != b"pdW2" or path >= len(PATHS):
+    if magic != b"pdW2" or path & ~_DEVICE >= len(PATHS):
         raise BadFrame("not a welcome of this protocol")
-    return Welcome(PATHS[path], bytes(frame[_WELCOME.size :]).decode(errors="replace"))
+    return Welcome(PATHS[path & ~_DEVICE], bytes(frame[_WELCOME.size :]).decode(errors="replace"), bool(path & _DEVICE))
 
 
 def pack_chunk(chunk: Chunk) -> bytes:
     """Raises struct.error for a key or number that does not fit its field."""
     rid, attempt = chunk.key
-    flags = (1 if chunk.memory_name else 0) | (2 if chunk.probe else 0)
+    flags = (1 if chunk.memory_name else 0) | (2 if chunk.probe else 0) | (4 if chunk.sums else 0)
     name = chunk.memory_name or bytes(NAME_BYTES)
     return _CHUNK.pack(b"pdK2", flags, attempt, rid, chunk.number, name, len(chunk.spans)) + to_bytes(chunk.spans)
 
@@ -125,12 +131,12 @@ def unpack_chunk(frame: bytes | memoryview) -> Chunk:
     if not _CHUNK.size < len(frame) <= MAX_HEADER_BYTES:
         raise BadFrame(f"{len(frame)} bytes are no header")
     magic, flags, attempt, rid, number, name, count = _CHUNK.unpack_from(frame)
-    if magic != b"pdK2" or flags > 3 or len(frame) != _CHUNK.size + count * SPAN_BYTES:
+    if magic != b"pdK2" or flags > 7 or len(frame) != _CHUNK.size + count * SPAN_BYTES:
         raise BadFrame("not a chunk of this protocol")
     spans = from_bytes(frame[_CHUNK.size :], SRC + 1)
     if spans[:, KIND].max() >= len(KINDS) or not spans[:, NBYTES].all():
         raise BadFrame("a span of no known kind, or of no bytes")
-    return Chunk((rid, attempt), number, spans, name if flags & 1 else b"", bool(flags & 2))
+    return Chunk((rid, attempt), number, spans, name if flags & 1 else b"", bool(flags & 2), bool(flags & 4))
 
 
 def pack_ack(ack: Ack) -> bytes:

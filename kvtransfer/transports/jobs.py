@@ -47,7 +47,7 @@ class Piece:
     num_bytes: int
     digest: int = 0
     landed: bool = False
-    trackers: list[Any] = field(default_factory=list)  # of frames that libzmq may still read, on connections that are gone
+    trackers: list[Any] = field(default_factory=list)  # of copies, and of frames in libzmq, for connections that are gone
 
 
 class Jobs:
