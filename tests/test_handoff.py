@@ -460,7 +460,12 @@ class HandTransport:
         self.events.append(Wrote(key, len(spans), num_bytes(spans), combine(digests)))
 
     def deliver(self, frames: list[bytes]) -> None:
+        answers: Any = self
         self.inbound._answer([memoryview(frame) for frame in frames], b"peer")
+        self.inbound.settle(answers, idle=True)
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        """Answers: they take effect with `transmit`."""
 
     def poll(self) -> list[Event]:
         events, self.events = self.events, []

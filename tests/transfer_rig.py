@@ -312,7 +312,7 @@ class RawReceiver:
         while self.socket.poll(int(timeout_s * 1000)):
             identity, head, *frames = self.socket.recv_multipart()
             self.identity = identity
-            if head[:4] == b"pdH3":
+            if head[:4] == b"pdH4":
                 self.socket.send_multipart([identity, pack_welcome(Welcome("zeromq", "a test"))])
                 continue
             chunk = unpack_chunk(head)

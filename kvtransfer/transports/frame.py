@@ -88,7 +88,7 @@ class Ack:
 def pack_hello(hello: Hello) -> bytes:
     pages, slots = hello.rows["page"], hello.rows["slot"]
     where = (hello.pid, hello.fd, hello.memory_bytes, hello.memory_name)
-    return _HELLO.pack(b"pdH3", PATHS.index(hello.path), *where, *pages, *slots)
+    return _HELLO.pack(b"pdH4", PATHS.index(hello.path), *where, *pages, *slots)
 
 
 def unpack_hello(frame: bytes | memoryview) -> Hello:
@@ -96,7 +96,7 @@ def unpack_hello(frame: bytes | memoryview) -> Hello:
     if len(frame) != _HELLO.size:
         raise BadFrame(f"{len(frame)} bytes are no hello")
     magic, path, pid, fd, memory_bytes, name, *rows = _HELLO.unpack(frame)
-    if magic != b"pdH3" or not 0 < path < len(PATHS):
+    if magic != b"pdH4" or not 0 < path < len(PATHS):
         raise BadFrame("not a hello of this protocol")
     if fd and PATHS[path] == "shm" and rows[0] * rows[1] + rows[2] * rows[3] != memory_bytes:
         raise BadFrame("rows and memory differ in size")

@@ -39,7 +39,7 @@ from kvtransfer.transports.unpacker import Arrival, Copy
 from kvtransfer.transports.window import Window
 
 _BURST = 4  # messages taken before sending gets its turn
-_MOST_LANDINGS = 16  # of a device, under way: with a chunk's bytes, what peers cost that keep to no credit
+_MOST_LANDINGS = 16  # under way: with a chunk's bytes, what peers cost that keep to no credit
 _REMEMBERED = 4096  # closed windows: what is under way when one closes comes soon after
 _MAX_MAPPED = 64  # arenas of living peers; one more travels over the network path
 _LOOK_S = 1.0  # how often it is seen to that the owners of mapped arenas still live
@@ -63,7 +63,7 @@ class _Mapped:
 
 @dataclass(slots=True, eq=False)
 class _Landing:
-    """A chunk whose bytes our device is copying: who sent it, on whichever connections, is answered when they are there."""
+    """A chunk whose bytes are being copied: who sent it, on whichever connections, is answered when they are there."""
 
     wanted: Places
     window: Window
@@ -113,7 +113,7 @@ class Inbound:
 
     def settle(self, socket: zmq.Socket[bytes], idle: bool) -> None:
         """Answers the copies that are over; when there is nothing else to do, it waits for one. While the engine looks after
-        one chunk, the device copies those behind it."""
+        one chunk, those behind it are copied."""
         while self._landings and (idle or self._landings[0].copy.begun.over()):
             idle = False
             landing = self._landings.popleft()
@@ -126,7 +126,7 @@ class Inbound:
                 self._emit(Drained(key))
 
     def close(self) -> None:
-        """Waits for what the device still writes."""
+        """Waits for what is still written."""
         while self._landings:
             self._end(self._landings.popleft())
 
@@ -150,7 +150,7 @@ class Inbound:
         """The reply to one message, b"" when it deserves none, or not yet."""
         header = bytes(frames[0]) if frames else b""
         try:
-            if header[:4] == b"pdH3":
+            if header[:4] == b"pdH4":
                 welcome = self._welcome(unpack_hello(header))
                 return pack_welcome(replace(welcome, device=isinstance(self._memory, DeviceMemory)))
             chunk = unpack_chunk(header)
@@ -242,16 +242,10 @@ class Inbound:
         if chunk.memory_name:
             arrival.check_reference()
             source = self._source(chunk)
-        if isinstance(self._memory, DeviceMemory):
-            copy = arrival.begin(self._memory, source, window.mark)
-            window.land(chunk.number, ground)  # now: nobody else may write there meanwhile
-            self._landings.append(_Landing(wanted, window, copy, [identity]))
-            return None
-        assert not isinstance(source, DevicePeer)
-        digest = arrival.write(self._memory, source)
-        window.land(chunk.number, ground)
-        self._emit(Landed(chunk.key, wanted, digest))
-        return LANDED
+        copy = arrival.begin(self._memory, source, window.mark)
+        window.land(chunk.number, ground)  # now: nobody else may write there meanwhile
+        self._landings.append(_Landing(wanted, window, copy, [identity]))
+        return None
 
     def _end(self, landing: _Landing) -> int:
         """Of one whose copy is over, or is waited for: what is answered."""

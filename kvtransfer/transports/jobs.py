@@ -45,6 +45,7 @@ class Piece:
     number: int
     spans: Spans
     num_bytes: int
+    made: Callable[[], int] = lambda: 0  # waits for the digest
     digest: int = 0
     landed: bool = False
     trackers: list[Any] = field(default_factory=list)  # of copies, and of frames in libzmq, for connections that are gone

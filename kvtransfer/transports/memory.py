@@ -5,21 +5,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.sharing import SharedMemory
-from kvtransfer.spans import KINDS, NBYTES, Place, Places, num_bytes
+from kvtransfer.spans import KINDS, NBYTES, Place, Places
 
 Bytes = NDArray[np.uint8]
 Rows = dict[str, tuple[int, int]]  # kind -> (rows, bytes of one)
 Look = Callable[[Place], Callable[[Bytes], None]]
+T = TypeVar("T")
 
 PIECE_BYTES = 256 << 10  # of whole spans (sums.py); read and written, twice of it stays in a core's cache
-_SHARED_BYTES = 8 << 20  # from here on two threads copy: for less, telling the other one costs what it gains
+_TASK_BYTES = 4 << 20  # what a copying thread is told to do at once: for less, telling it costs what it gains
+_THREADS = ThreadPoolExecutor(2, "kv-copy")  # of this process; one copies and looks at no more than 5 GB/s
 
 
 def no_look(place: Place) -> Callable[[Bytes], None]:
@@ -31,7 +35,7 @@ class DevicePeer:
 
 
 class Begun(Protocol):
-    """Work of a device that was started."""
+    """Work of a device, or of other threads, that was started."""
 
     def over(self) -> bool:
         """Whether `result` would not have to wait."""
@@ -40,6 +44,38 @@ class Begun(Protocol):
     def result(self) -> bytes:
         """Waits for it. Raises what the device raises."""
         ...
+
+
+class Task(Generic[T]):
+    """A call that one of the copying threads makes, or, if none has begun with it, who asks for its result: where cores are
+    few, that is most of them."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._future = _THREADS.submit(call)
+
+    def over(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> T:
+        """Asked for once."""
+        return self._call() if self._future.cancel() else self._future.result()
+
+
+class Copying:
+    """See `Begun`: the tasks of one copy in the CPU's memory, of which there is nothing to be told."""
+
+    def __init__(self, tasks: Sequence[Task[None]] = ()) -> None:
+        self._tasks = tasks
+
+    def over(self) -> bool:
+        return all(task.over() for task in self._tasks)
+
+    def result(self) -> bytes:
+        with ExitStack() as all_of_them:  # the last one first; when one fails nothing may be written either once this returns
+            for task in self._tasks:
+                all_of_them.callback(task.result)
+        return b""
 
 
 class DeviceMemory(ABC):
@@ -97,14 +133,10 @@ class DeviceMemory(ABC):
 
 
 class CpuMemory:
-    """Numpy views over rows: one copy a span, without torch's cost per slice.
-
-    One thread copies and looks at no more than 5 GB/s, less than what the rest of a path can do, so a second one helps.
-    """
+    """Numpy views over rows: one copy a span, without torch's cost per slice."""
 
     def __init__(self, rows: Mapping[str, Bytes]) -> None:
         self._rows = rows
-        self._helper = ThreadPoolExecutor(1, "kv-copy")  # its thread begins with the first thing it is given
 
     def enter(self) -> None:
         return None
@@ -127,23 +159,18 @@ class CpuMemory:
             out[at : at + place[NBYTES]] = self.direct(place)
             at += place[NBYTES]
 
-    def scatter(self, places: Places, parts: Sequence[Bytes], look: Look = no_look) -> None:
-        """Puts `parts` to `places`. What `look` gives for a place is shown the bytes that its digest is to be made of: the
-        arena's own, so that it covers what really landed, in order, piece by piece, while they are in the cache. Several
-        places may be shown at a time."""
-        half = len(places) // 2 if num_bytes(places) >= _SHARED_BYTES else 0
-        other = self._helper.submit(self._put, places[:half], parts[:half], look) if half else None
-        try:
-            self._put(places[half:], parts[half:], look)
-        finally:  # also when ours failed: nothing may be written once this returns
-            if other is not None:
-                wait([other])
-        if other is not None:
-            other.result()
+    def scatter(self, places: Places, parts: Sequence[Bytes], look: Look = no_look) -> Begun:
+        """Starts to put `parts` to `places`. What `look` gives for a place is shown the bytes that its digest is to be made
+        of: the arena's own, so that it covers what really landed, in order, piece by piece, while they are in the cache.
+        Several places may be shown at a time."""
+        looks = [look(place) for place in places.tolist()]
+        cuts = np.flatnonzero(np.diff(np.cumsum(places[:, NBYTES], dtype=np.int64) // _TASK_BYTES, prepend=-1)).tolist()
+        parts_of = zip(cuts, [*cuts[1:], len(places)], strict=True)
+        return Copying([Task(partial(self._put, places[i:j], parts[i:j], looks[i:j])) for i, j in parts_of])
 
-    def _put(self, places: Places, parts: Sequence[Bytes], look: Look) -> None:
-        for place, part in zip(places.tolist(), parts, strict=True):
-            target, show = self.direct(place), look(place)
+    def _put(self, places: Places, parts: Sequence[Bytes], looks: Sequence[Callable[[Bytes], None]]) -> None:
+        for place, part, show in zip(places.tolist(), parts, looks, strict=True):
+            target = self.direct(place)
             for begin in range(0, place[NBYTES], PIECE_BYTES):
                 piece = target[begin : begin + PIECE_BYTES]
                 piece[:] = part[begin : begin + PIECE_BYTES]

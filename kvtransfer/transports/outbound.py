@@ -324,10 +324,9 @@ class Outbound:
 
     def _send(self, lane: Lane, parcel: Parcel) -> None:
         piece = parcel.piece
-        frames, digest = parcel.pack()
+        frames, piece.made = parcel.pack()
         lane.under_way[piece.number], lane.trackers[piece.number] = piece, _send_frames(lane.socket, parcel.header, frames)
         self._counters.add("chunks_sent")
-        piece.digest = digest()
 
     def _lose(self, piece: Piece, error: Exception) -> None:
         """Whatever it is (a device fault, no memory), it costs this hand-off only."""
@@ -370,6 +369,15 @@ class Outbound:
             self._jobs.release(piece)
         else:
             self._counters.add("bulk_bytes_sent", piece.num_bytes)
+            self._landed(piece)
+
+    def _landed(self, piece: Piece) -> None:
+        try:
+            piece.digest = piece.made()
+        except Exception as error:
+            self._lose(piece, error)
+            self._jobs.release(piece)
+        else:
             self._jobs.landed(piece)
 
     def _measured(self, peer: Peer, now_s: float) -> None:

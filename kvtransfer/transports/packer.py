@@ -12,13 +12,13 @@ from kvtransfer.digest import chunk_digest, combine, span_digest
 from kvtransfer.spans import NBYTES, Place, Spans, num_bytes, places_of, sources_of
 from kvtransfer.transports import Key
 from kvtransfer.transports.jobs import Piece
-from kvtransfer.transports.memory import Begun, Bytes, CpuMemory, Memory
+from kvtransfer.transports.memory import Begun, Bytes, CpuMemory, Memory, Task
 from kvtransfer.transports.seal import NO_PAYLOAD, Seal, tag_digest
 from kvtransfer.transports.sums import HostSums
 
 DIRECT_BYTES = 128 << 10  # a span from this size on is a frame by itself; below, packing is cheaper than a frame
 Group = tuple[Spans, Bytes]  # spans, and their bytes one after the other
-Digest = Callable[[], int]  # to be made when the bytes are on their way: then the peer does not wait for it
+Digest = Callable[[], int]  # waits for it: it is made while the bytes are on their way
 Packed = tuple[Sequence[Bytes | bytearray], Digest]  # a chunk's frames, which go behind its header
 
 
@@ -113,8 +113,8 @@ def _pack(memory: CpuMemory, spans: Spans) -> Group:
 
 
 def _digest(key: Key, groups: Sequence[Group], sums: bool) -> Digest:
-    """Made by a host."""
-    return partial(_digest_of_sums if sums else _digest_of_bytes, key, groups)
+    """Made by a thread of the host."""
+    return Task(partial(_digest_of_sums if sums else _digest_of_bytes, key, groups)).result
 
 
 def _digest_of_bytes(key: Key, groups: Sequence[Group]) -> int:

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from kvtransfer.digest import SpanDigests, chunk_digest, combine
 from kvtransfer.spans import NBYTES, num_bytes, places_of, sources_of
 from kvtransfer.transports.frame import BadFrame, Chunk, split_payload
-from kvtransfer.transports.memory import Begun, Bytes, CpuMemory, DeviceMemory, DevicePeer
+from kvtransfer.transports.memory import Begun, Bytes, Copying, CpuMemory, DeviceMemory, DevicePeer, Memory
 from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, Seal, tag_digest
 from kvtransfer.transports.sums import HostSums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """A chunk that a device is copying. `source` stays as it is until that is over."""
+    """A chunk that is being copied. `source` stays as it is until that is over; `made` comes to its digest then, of what the
+    copy came to."""
 
     chunk: Chunk
-    source: DevicePeer | Bytes
+    source: Any
     begun: Begun
-    tags: int | None  # the digest, if it was sealed and came along
+    made: Callable[[bytes], int]
 
     def digest(self) -> int:
         """Waits for it. Raises what the device raises."""
-        sums = self.begun.result()
-        return chunk_digest(self.chunk.key, places_of(self.chunk.spans), sums) if self.tags is None else self.tags
+        return self.made(self.begun.result())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,21 +49,23 @@ class Arrival:
             nothing: Bytes = np.empty(0, dtype=np.uint8)
             self.seal.open_into(self.chunk.number, NO_PAYLOAD, self.frames[0], self.header, nothing)
 
-    def write(self, memory: CpuMemory, source: CpuMemory | None) -> int:
-        """Puts the bytes, which came along or are in `source`, to their places; gives their digest."""
-        if source is None and self.seal is not None:
-            return self._unseal(memory, self.seal)
+    def begin(self, memory: Memory, source: CpuMemory | DevicePeer | None, mark: int) -> Copy:
+        """Starts to put the bytes, which came along or are in `source`, to their places."""
+        if isinstance(memory, DeviceMemory):
+            return self._to_device(memory, source, mark)
+        assert not isinstance(source, DevicePeer)
+        if source is None and self.seal is not None:  # not begun: bytes that are not true may come again, and then they may be
+            tags = self._unseal(memory, self.seal)
+            return Copy(self.chunk, None, Copying(), lambda _: tags)
         wanted = places_of(self.chunk.spans)
         parts = _arrays(split_payload(self.chunk.spans, self.frames)) if source is None else self._views(source)
         try:
             digests = HostSums(self.chunk.key, wanted) if self.chunk.sums else SpanDigests(self.chunk.key)
         except ValueError as error:
             raise BadFrame(str(error)) from error
-        memory.scatter(wanted, parts, digests.begin)
-        return digests.combined()
+        return Copy(self.chunk, parts, memory.scatter(wanted, parts, digests.begin), lambda _: digests.combined())
 
-    def begin(self, memory: DeviceMemory, source: CpuMemory | DevicePeer | None, mark: int) -> Copy:
-        """The same on a device, which is told to, and not waited for."""
+    def _to_device(self, memory: DeviceMemory, source: CpuMemory | DevicePeer | None, mark: int) -> Copy:
         if not self.chunk.sums:
             raise BadFrame("a digest of bytes that no host sees")
         wanted = places_of(self.chunk.spans)
@@ -73,7 +77,8 @@ class Arrival:
                 begun = memory.scatter(read, wanted, mark)
         except ValueError as error:
             raise BadFrame(str(error)) from error
-        return Copy(self.chunk, read, begun, tags)
+        made = partial(chunk_digest, self.chunk.key, wanted)
+        return Copy(self.chunk, read, begun, made if tags is None else lambda _: tags)
 
     def _packed(self, memory: DeviceMemory, source: CpuMemory | None) -> tuple[Bytes, int | None]:
         """The bytes in a buffer, as large as what came, not as what is said; and their digest, if it is that of their seal."""
@@ -106,7 +111,7 @@ class Arrival:
             plain: Bytes = memory.direct(group[0].tolist()) if len(group) == 1 else np.empty(len(data), dtype=np.uint8)
             seal.open_into(self.chunk.number, index, sealed, self.header, plain)
             if len(group) > 1:
-                memory.scatter(group, np.split(plain, np.cumsum(sizes[first : end - 1])))
+                memory.scatter(group, np.split(plain, np.cumsum(sizes[first : end - 1]))).result()
         return combine(map(tag_digest, self.frames))
 
     def _unseal_packed(self, seal: Seal, packed: Bytes) -> int:
