@@ -189,7 +189,7 @@ def test_fp8_experts_give_the_same_model(tmp_path: Path) -> None:
             start, end = header[name.replace(".weight", ".scale")]["data_offsets"]
             codes = torch.frombuffer(bytearray(data), dtype=torch.int8).view(shape)
             scale = torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8).view(shape[0], shape[1] // 16)
-            value = quant.dequantise_fp4_weight(codes, scale)
+            value = quant.dequantise_fp4(codes, scale)
             top = int(scale.max()) - 6
             data = (value / 2.0 ** (top - 127)).float().to(torch.float8_e4m3fn).view(torch.uint8).numpy().tobytes()
             dtype, shape, tops = "F8_E4M3", [shape[0], shape[1] * 2], bytes([top])
