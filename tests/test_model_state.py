@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.batch import Batch, Row
-from model.cache import ROLLBACK_TOKENS, index_row, kv_row
+from model.cache import ROLLBACK_TOKENS
 from model.runner import Runner
 from tests import golden
 
@@ -115,7 +115,7 @@ def keep_live(model: Runner, slot: int, length: int) -> None:
     for field in layout.page:
         for page_number, page in enumerate(golden.pages_of(slot)):
             rows = min(max(length // field.stride - page_number * field.rows, 0), field.rows)
-            row = (index_row if field.kind == "csa_index" else kv_row)(model.config, model.kv_dtype)
+            row = golden.row_of(model, field.kind)
             scales_at = field.offset + field.rows * row.value_bytes  # a page keeps values and scales apart
             for offset, nbytes in ((field.offset, row.value_bytes), (scales_at, row.scale_bytes)):
                 span = slice(offset, offset + rows * nbytes)
