@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kernels import quant
+from kvtransfer.layout import difference
 from model.config import ModelConfig
 from model.runner import Runner
 from model.weights import INDEX_FILE, SAMPLE_BYTES, SINGLE_FILE, Checkpoint
@@ -239,6 +240,8 @@ def test_identity_tells_checkpoints_apart(tmp_path: Path) -> None:
     assert {name for name in ours if ours[name] != theirs[name]} == {"model.checkpoint"}
     narrow = Runner(str(directory), kv_dtype="bf16", num_pages=2, num_slots=2).identity()
     assert narrow["kv_dtype"] == "bf16" and narrow["layout"] != theirs["layout"]
+    packed = golden.runner("tiny-fp8fp4", index_keys="mxfp4").identity()
+    assert difference(golden.runner("tiny-fp8fp4").identity(), packed) == "index_keys: 'fp8' and 'mxfp4'"
     assert set(ours) >= {"model.hidden_size", "model.checkpoint", "dtype", "kv_dtype", "page_bytes", "layout"}
 
 
