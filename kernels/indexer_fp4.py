@@ -4,6 +4,7 @@ A Hopper GPU multiplies no FP4, and bf16, which would hold a key with its scales
 e2m1 has one bit of mantissa, and the scale of a block of 32 channels, relative to the row's largest, is added to the
 exponents. That is exact while the scales of a row are within 2^26 of each other; a smaller block counts as if it were 2^-26,
 which moves a key by less than float32 resolves. What the product is multiplied by is then one number a row, as with FP8 keys.
+The queries are those of FP8 keys too: e4m3 with a scale a head, exact while the scales of its blocks are within 2^14.
 
 What limits it there is not the bytes of the keys: a word of 8 channels takes 11 instructions, most of them integer ones at
 half the rate of float32, and that is as much as the sum over 64 heads takes.
