@@ -96,7 +96,7 @@ def runner(name: str, kv_dtype: str = "auto", folder: str = "model", index_keys:
 
 
 @cache
-def loaded(name: str, kv_dtype: str, folder: str, index_keys: str) -> Runner:
+def loaded(name: str, kv_dtype: str = "auto", folder: str = "model", index_keys: str = "auto") -> Runner:
     return Runner(model_dir(name, folder), DEVICE, kv_dtype, PAGE_TOKENS, index_keys=index_keys, num_pages=64, num_slots=20)
 
 
