@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.places import slot_places
 from model.cache import index_row, kv_layout, kv_row
 from model.config import ModelConfig
 from scripts.released_config import RELEASED
@@ -38,6 +39,7 @@ def test_the_released_layout() -> None:
     assert packed.find(2, "csa_index").row_bytes == 68 and packed.find(2, "csa").row_bytes == 584
     assert layout.page_bytes - packed.page_bytes == 21 * 64 * 64 and packed.slot == layout.slot
     assert kv_layout(config, "bf16", index_keys="mxfp4").find(2, "csa_index").row_bytes == 68
+    assert (len(layout.live_slot_spans(32_768)), len(slot_places(layout, 1, 32_768))) == (128, 84)  # windows travel whole
     assert kv_layout(config, "bf16").find(2, "csa").row_bytes == 1024
     assert kv_layout(config, "bf16").find(2, "csa_index").row_bytes == 256
     assert kv_layout(config, "fp32").find(43, "window").row_bytes == 2048
