@@ -165,7 +165,7 @@ def serve(config: DecodeConfig) -> int:
 
     def build(context: zmq.Context[Any]) -> Worker:
         sizes = first_arena(config.num_pages, config.num_slots, config.device)
-        runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
+        runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, index_keys=config.index_keys, **sizes)
         return Worker(config, runner, context, depth=int(config.device == "cuda"))
 
     return wire.worker.serve("decode", config, build)

@@ -408,7 +408,9 @@ def _compress(
     scales_at = page_ptr + PAGE_ROWS * VALUE_BYTES + window % PAGE_ROWS * SCALE_BYTES
     if INDEX:
         if ROUNDED:
-            turned = simulate_fp4_blocks(rounded_through(hadamard_row(turned, WIDTH), DTYPE))
+            turned = rounded_through(hadamard_row(turned, WIDTH), DTYPE)
+            if KIND != "mxfp4":
+                turned = simulate_fp4_blocks(turned)
         store_index_row(turned, at, scales_at, KIND, WIDTH, BLOCK)
     else:
         store_kv_row(turned, at, scales_at, KIND, WIDTH, WIDTH - 2 * PAIRS, ROUNDED, SCALE_BYTES, BLOCK)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import backend
 from kernels.experts_fp4 import BLOCK_ROWS, BLOCK_WORDS, SCALE_STEPS, STEP
-from kernels.quant import FP4_BLOCK, FP4_VALUES, WEIGHT_BLOCK, dequantise_fp4_weight, dequantise_fp8_weight, fp4_codes
+from kernels.quant import FP4_BLOCK, FP4_VALUES, WEIGHT_BLOCK, dequantise_fp4, dequantise_fp8_weight, fp4_codes
 
 Stored = tuple[Tensor, Tensor | None]  # a matrix [out, in] as the checkpoint has it, and its ue8m0 bytes
 
@@ -124,7 +124,7 @@ def dequantised(values: Tensor, scales: Tensor | None) -> Tensor:
     """float64 [out, in], whatever it is stored as."""
     if scales is None:
         return values.double()
-    return (dequantise_fp4_weight if values.dtype is torch.int8 else dequantise_fp8_weight)(values, scales)
+    return (dequantise_fp4 if values.dtype is torch.int8 else dequantise_fp8_weight)(values, scales)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import backend, indexer_hopper, workspace
+from kernels.indexer_fp4 import unpack_keys
 from kernels.jit import jit
 from kernels.launch import launch
 from kernels.ragged import Ragged, equal_length_groups
@@ -46,7 +47,8 @@ def select_entries(
     topk: int,
     factor: float = 1.0,
 ) -> Entries:
-    """queries [T, heads, dim] as `row` stores keys (e4m3 with float32 scales [T, heads], or plain), head_weights [T, heads].
+    """queries [T, heads, dim] as kvrows.index_queries makes them (e4m3 with float32 scales [T, heads] for fp8 and mxfp4 keys,
+    else plain), head_weights [T, heads].
 
     score(w) = sum_h head_weight_h * relu(query_h . key_w). The `topk` best of the entries a token may see,
     w < (position + 1) // ratio; the lower entry wins a tie. pages uint8 [pages, rows, row_bytes]: entry w is row w % rows of
@@ -169,6 +171,8 @@ def tiling(kind: str, tokens: int, shared_bytes: int) -> Tiling:
         return Tiling(32, 4, 1, 2)
     if kind == "bf16":
         return Tiling(64, 4, 2, 2)
+    if kind == "mxfp4":  # by registers; not measured yet
+        return Tiling(64, 4, 3 if shared_bytes < 200_000 else 5, 3 if tokens == 1 else 2)
     if shared_bytes < 200_000:
         return Tiling(128 if tokens < 4 else 64, 4, 3, 1)
     return Tiling(128 if tokens < 4 else 64, 4, 5, 3 if tokens == 1 else 2)
@@ -227,6 +231,7 @@ def score_entries(
         HEADS_PADDED=max(16, triton.next_power_of_2(heads)),
         DIM=dim,
         SCALED=scales is not None,
+        PACKED=row.kind == "mxfp4",
         TOKENS=triton.next_power_of_2(members),
         TILE=chosen.tile,
         num_warps=chosen.warps,
@@ -253,11 +258,14 @@ def _widens(kind: str, asked: torch.dtype) -> bool:
 
 
 def _planes(pages: Tensor, row: IndexRow) -> tuple[Tensor, Tensor]:
-    """The keys [pages, rows, dim] in their dtype and the scales float32 [pages, rows] (the keys again where there are none)."""
+    """The keys [pages, rows, dim] in their dtype and the scales float32 [pages, rows] (the keys again where there are none).
+    mxfp4: bytes of both, [pages, rows, dim / 2] and [pages, rows, dim / 32]."""
     values, scales = planes(pages, row)
     if row.kind in PLAIN_DTYPES:
         keys = values.view(PLAIN_DTYPES[row.kind])
         return keys, keys
+    if row.kind == "mxfp4":
+        return values, scales
     return values.view(torch.float8_e4m3fn), scales.view(torch.float32)[..., 0]
 
 
@@ -359,6 +367,7 @@ def _score_kernel(
     HEADS_PADDED: tl.constexpr,
     DIM: tl.constexpr,
     SCALED: tl.constexpr,
+    PACKED: tl.constexpr,
     MEMBERS: tl.constexpr,
     TOKENS: tl.constexpr,
     UNIFORM: tl.constexpr,
@@ -398,6 +407,8 @@ def _score_kernel(
             weight *= tl.load(query_scales + token * HEADS + head, mask=real, other=0.0)
         if WIDEN:
             query = query.to(tl.float32)
+        if PACKED:
+            even_query, odd_query = tl.split(tl.reshape(query, (TOKENS * HEADS_PADDED, DIM // 2, 2)))
 
         member = tl.arange(0, TOKENS)
         member_local = group * MEMBERS + member
@@ -419,12 +430,21 @@ def _score_kernel(
             for tile in range(begin, tl.minimum(end, tl.cdiv(tl.max(visible), TILE))):
                 key = tile * TILE + tl.arange(0, TILE)
                 page = tl.load(table + tl.minimum(key // ROWS, columns - 1))
-                values = tl.load(keys + (page * page_stride + key % ROWS * DIM)[:, None] + channel[None, :])
-                if WIDEN:
-                    values = values.to(tl.float32)
-                dots = tl.dot(values, tl.trans(query), input_precision="ieee")
+                if PACKED:
+                    pair, block = tl.arange(0, DIM // 2), tl.arange(0, DIM // 32)
+                    packed = tl.load(keys + (page * page_stride + key % ROWS * (DIM // 2))[:, None] + pair[None, :])
+                    scale_at = page * scale_stride + key % ROWS * (DIM // 32)
+                    even, odd, factor = unpack_keys(packed, tl.load(key_scales + scale_at[:, None] + block[None, :]))
+                    dots = tl.dot(odd, tl.trans(odd_query), tl.dot(even, tl.trans(even_query)))
+                else:
+                    values = tl.load(keys + (page * page_stride + key % ROWS * DIM)[:, None] + channel[None, :])
+                    if WIDEN:
+                        values = values.to(tl.float32)
+                    dots = tl.dot(values, tl.trans(query), input_precision="ieee")
                 score = _weighted_sum(dots, weight, TOKENS)
-                if SCALED:
+                if PACKED:
+                    score *= factor[:, None]
+                elif SCALED:
                     score *= tl.load(key_scales + page * scale_stride + key % ROWS)[:, None]
                 seen = key[:, None] < visible[None, :]
                 tl.store(score_rows + key[:, None], score, mask=seen)

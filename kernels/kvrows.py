@@ -3,6 +3,7 @@ What a row is, byte for byte, says kernels/rows.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -15,7 +16,7 @@ from kernels.early import await_inputs, early
 from kernels.jit import jit
 from kernels.launch import launch
 from kernels.norm import norm_factor, rms_norm_reference
-from kernels.quant import hadamard_matrix, inverse_power_of_two, power_of_two, round_fp4, ue8m0_for_fp4, ue8m0_for_fp8
+from kernels.quant import fp4_code, hadamard_matrix, inverse_power_of_two, power_of_two, round_fp4, ue8m0_for_fp4, ue8m0_for_fp8
 from kernels.ragged import Ragged, store_ring_reference
 from kernels.rope import rope_reference, turn_of_token, turn_pairs
 from kernels.rounding import rounded, rounded_through
@@ -76,7 +77,7 @@ def kv_rows_reference(
 def index_queries(q: Tensor, turn: Tensor, row: IndexRow) -> tuple[Tensor, Tensor | None]:
     """q [T, h, dim] -> the same turned by `turn` [T, rope/2, 2] and rounded as the keys in `row` are.
 
-    fp8 rows: (e4m3 [T, h, dim], float32 [T, h], a power of two a head); others: (q's dtype [T, h, dim], None).
+    fp8 and mxfp4 rows: (e4m3 [T, h, dim], float32 [T, h], a power of two a head); others: (q's dtype [T, h, dim], None).
     """
     if not backend.active().triton:
         return index_queries_reference(q, turn, row)
@@ -119,8 +120,8 @@ def index_queries_reference(q: Tensor, turn: Tensor, row: IndexRow) -> tuple[Ten
     turned = rope_reference(q, turn, inverse=False)
     if row.kind in PLAIN_DTYPES:
         return row.round(turned), None
-    packed = row.pack(turned)
-    scales = packed[..., row.dim : row.row_bytes].contiguous().view(torch.float32).squeeze(-1)
+    packed = replace(row, kind="fp8").pack(turned)
+    scales = packed[..., row.dim :].contiguous().view(torch.float32).squeeze(-1)
     return packed[..., : row.dim].contiguous().view(torch.float8_e4m3fn), scales
 
 
@@ -172,13 +173,19 @@ def store_kv_row(
 
 @jit
 def store_index_row(x, values_ptr, scales_ptr, KIND: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Packs an index key x float32 [BLOCK] of `DIM` channels, rounded already."""
+    """Packs an index key x float32 [BLOCK] of `DIM` channels, rounded already but for "mxfp4", which is the rounding."""
     channel = tl.arange(0, BLOCK)
     if KIND == "fp8":
         byte = ue8m0_for_index(tl.max(tl.abs(x), 0))
         codes = rounded(x * inverse_power_of_two(byte), tl.float8e4nv)
         tl.store((values_ptr + channel).to(tl.pointer_type(tl.float8e4nv)), codes, channel < DIM)
         tl.store(scales_ptr.to(tl.pointer_type(tl.float32)), power_of_two(byte))
+    elif KIND == "mxfp4":
+        values, byte, _ = fp4_blocks(x)
+        even, odd = tl.split(tl.reshape(fp4_code(tl.reshape(values, (BLOCK,)), x), (BLOCK // 2, 2)))
+        pair, block = tl.arange(0, BLOCK // 2), tl.arange(0, BLOCK // 32)
+        tl.store(values_ptr + pair, (even | (odd << 4)).to(tl.uint8), pair < DIM // 2)
+        tl.store(scales_ptr + block, tl.reshape(byte, (BLOCK // 32,)).to(tl.uint8), block < DIM // 32)
     elif KIND == "bf16":
         tl.store(values_ptr.to(tl.pointer_type(tl.bfloat16)) + channel, rounded(x, tl.bfloat16), channel < DIM)
     else:

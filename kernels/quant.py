@@ -145,8 +145,8 @@ def dequantise_fp8_weight(weight: Tensor, scale_bytes: Tensor) -> Tensor:
     return fp8_values(weight.view(torch.uint8)) * scale[: weight.shape[0], : weight.shape[1]]
 
 
-def dequantise_fp4_weight(packed: Tensor, scale_bytes: Tensor) -> Tensor:
-    """int8 [O, K/2] with ue8m0 bytes [O, K/32] -> float64 [O, K]."""
+def dequantise_fp4(packed: Tensor, scale_bytes: Tensor) -> Tensor:
+    """Bytes [..., K/2] with ue8m0 bytes [..., K/32] -> float64 [..., K]."""
     values = unpack_fp4(packed)
     return (torch.unflatten(values, -1, (-1, FP4_BLOCK)) * scale_from_byte(scale_bytes)[..., None]).flatten(-2)
 
@@ -192,6 +192,14 @@ def power_of_two(byte):
 def inverse_power_of_two(byte):
     """int32 ue8m0 byte, 1..253 -> float32 2^(127 - byte)."""
     return ((254 - byte) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def fp4_code(value, x):
+    """e2m1 value, float32, that was made of x -> its code 0..15, int32. The sign is x's: that of a negative zero is kept."""
+    size = tl.abs(value)
+    magnitude = tl.where(size < 2.0, 2.0 * size, tl.where(size < 4.0, size + 2.0, 0.5 * size + 4.0)).to(tl.int32)
+    return magnitude | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @jit

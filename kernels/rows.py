@@ -1,4 +1,4 @@
-"""What one cached row is, byte for byte: a KV row and an index row, each in FP8, BF16 or FP32.
+"""What one cached row is, byte for byte: a KV row in FP8, BF16 or FP32, and an index row in these or MXFP4.
 
 A row is its values, then its scales (none in the plain formats). A page keeps the two apart: `rows` times the values,
 then `rows` times the scales (spec C.5), so that values are aligned to 16 bytes. A ring, whose rows travel one by one,
@@ -16,11 +16,16 @@ import torch
 from torch import Tensor
 
 from kernels.quant import (
+    FP4_BLOCK,
     FP8_MAX,
     KV_BLOCK,
     ceil_power_of_two,
+    dequantise_fp4,
+    fp4_codes,
     fp8_values,
     hadamard,
+    pack_fp4,
+    quantise_fp4,
     quantise_fp8,
     scale_from_byte,
     scale_to_byte,
@@ -127,6 +132,8 @@ class IndexRow:
 
     "fp8": [dim e4m3][one float32 power-of-two scale], 132 bytes for dim 128. FP4 values survive it exactly while the
     block scales of a row are within 2^14 of each other: 0.5 * smallest / (largest * 2^-6) >= 2^-9, e4m3's last bit.
+    "mxfp4": [dim e2m1, the even channel in a byte's low half][one ue8m0 byte per 32], 68 bytes for dim 128: the rounding
+    itself, so FP4 values always survive it.
     """
 
     kind: str
@@ -135,10 +142,14 @@ class IndexRow:
 
     @property
     def value_bytes(self) -> int:
+        if self.kind == "mxfp4":
+            return self.dim // 2
         return self.dim * (PLAIN_DTYPES[self.kind].itemsize if self.kind in PLAIN_DTYPES else 1)
 
     @property
     def scale_bytes(self) -> int:
+        if self.kind == "mxfp4":
+            return self.dim // FP4_BLOCK
         return 0 if self.kind in PLAIN_DTYPES else torch.float32.itemsize
 
     @property
@@ -151,6 +162,9 @@ class IndexRow:
 
     def pack(self, x: Tensor) -> Tensor:
         """x [..., dim] -> uint8 [..., row_bytes]."""
+        if self.kind == "mxfp4":
+            values, scale = quantise_fp4(hadamard(x) if self.rounded else x)
+            return torch.cat((pack_fp4(fp4_codes(values)).view(torch.uint8), scale_to_byte(scale)), -1)
         x = self.round(x)
         if self.kind in PLAIN_DTYPES:
             return x.to(PLAIN_DTYPES[self.kind]).contiguous().view(torch.uint8)
@@ -162,6 +176,8 @@ class IndexRow:
         """uint8 [..., row_bytes] (last dim contiguous) -> float64 [..., dim]."""
         if self.kind in PLAIN_DTYPES:
             return row.view(PLAIN_DTYPES[self.kind]).double()
+        if self.kind == "mxfp4":
+            return dequantise_fp4(row[..., : self.value_bytes], row[..., self.value_bytes :])
         scale = row[..., self.dim :].view(torch.float32)
         return fp8_values(row[..., : self.dim]) * scale
 

@@ -13,17 +13,20 @@ from typing import Any
 
 import xxhash
 
+from kvtransfer.spans import NBYTES, PAGE, Place, Places, to_bytes
+
+_KEY = struct.Struct("<QQ")
 _PLACE = struct.Struct("<QQ?QQ")
 _MASK = (1 << 64) - 1
 
 
-def span_digest(key: tuple[int, int], kind: str, number: int, offset: int, data: bytes | memoryview) -> int:
+def span_digest(key: tuple[int, int], kind: int, number: int, offset: int, data: bytes | memoryview) -> int:
     """Of the contiguous bytes `data` that go to `offset` in the destination's page or slot `number`; 0..2^64-1."""
     return xxhash.xxh3_64_intdigest(data, _seed(key, kind, number, offset))
 
 
-def _seed(key: tuple[int, int], kind: str, number: int, offset: int) -> int:
-    return xxhash.xxh3_64_intdigest(_PLACE.pack(*key, kind == "page", number, offset))
+def _seed(key: tuple[int, int], kind: int, number: int, offset: int) -> int:
+    return xxhash.xxh3_64_intdigest(_PLACE.pack(*key, kind == PAGE, number, offset))
 
 
 class SpanDigests:
@@ -33,9 +36,9 @@ class SpanDigests:
         self._key = key
         self._spans: list[xxhash.xxh3_64] = []
 
-    def begin(self, place: tuple[str, int, int, int]) -> Callable[[Any], None]:
+    def begin(self, place: Place) -> Callable[[Any], None]:
         """What the pieces of one span, any buffers, are to be shown to."""
-        span = xxhash.xxh3_64(seed=_seed(self._key, *place[:3]))
+        span = xxhash.xxh3_64(seed=_seed(self._key, *place[:NBYTES]))
         self._spans.append(span)
         return span.update
 
@@ -43,10 +46,9 @@ class SpanDigests:
         return combine(span.intdigest() for span in self._spans)
 
 
-def chunk_digest(key: tuple[int, int], places: Iterable[tuple[str, int, int, int]], sums: bytes) -> int:
+def chunk_digest(key: tuple[int, int], places: Places, sums: bytes) -> int:
     """The same of a whole chunk whose bytes no host has seen: `sums` stand for them (`DeviceMemory.sums`)."""
-    where = b"".join(_PLACE.pack(*key, kind == "page", number, offset) for kind, number, offset, _ in places)
-    return xxhash.xxh3_64_intdigest(sums, xxhash.xxh3_64_intdigest(where))
+    return xxhash.xxh3_64_intdigest(sums, xxhash.xxh3_64_intdigest(_KEY.pack(*key) + to_bytes(places)))
 
 
 def combine(digests: Iterable[int]) -> int:

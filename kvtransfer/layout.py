@@ -12,7 +12,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 FIELD_ALIGNMENT = 64
 
@@ -42,7 +46,7 @@ class Field:
         return min(tokens, self.keep + tokens % self.modulo)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVLayout:
     """The field tables of a page and a slot; equal on both sides or there is no hand-off."""
 
@@ -69,17 +73,28 @@ class KVLayout:
                 return field
         raise KeyError(f"layer {layer} has no {kind!r}")
 
-    def live_slot_spans(self, tokens: int) -> list[tuple[int, int]]:
-        """(offset, nbytes) of the slot bytes that a sequence of `tokens` tokens can still read; neighbours merged."""
-        spans: list[tuple[int, int]] = []
-        for field in self.slot:
-            live = field.live_rows(tokens)
-            first = (tokens - live) % field.rows
-            head = min(live, field.rows - first)
-            for row, count in ((0, live - head), (first, head)):  # a wrapped ring is two runs, in offset order
-                if count:
-                    spans.append((field.offset + row * field.row_bytes, count * field.row_bytes))
-        return _merge(spans)
+    def live_slot_spans(self, tokens: int, gap_bytes: int = 0) -> NDArray[np.int64]:
+        """[n, 2]: offset and nbytes of the slot bytes that a sequence of `tokens` tokens can still read; neighbours are merged,
+        and those with a gap of up to `gap_bytes` between them too, with what lies there."""
+        offset, rows, row_bytes, keep, modulo = self._rings
+        live = np.minimum(tokens, keep + tokens % modulo)
+        if not live.any():
+            return np.empty((0, 2), dtype=np.int64)
+        first = (tokens - live) % rows
+        head = np.minimum(live, rows - first)
+        runs = np.empty((len(live), 2, 2), dtype=np.int64)  # a wrapped ring is two, in offset order: where they begin and end
+        runs[:, 0, 0], runs[:, 1, 0] = offset, offset + first * row_bytes
+        runs[:, 0, 1], runs[:, 1, 1] = offset + (live - head) * row_bytes, offset + (first + head) * row_bytes
+        begins, ends = runs[runs[:, :, 0] < runs[:, :, 1]].T
+        apart = begins[1:] - ends[:-1] > gap_bytes
+        begins, ends = begins[np.append(True, apart)], ends[np.append(apart, True)]
+        return np.stack((begins, ends - begins), 1)
+
+    @cached_property
+    def _rings(self) -> NDArray[np.int64]:
+        """[5, fields of a slot]: offset, rows, row_bytes, keep and modulo of each."""
+        rings = [(field.offset, field.rows, field.row_bytes, field.keep, field.modulo) for field in self.slot]
+        return np.array(rings, dtype=np.int64).reshape(-1, 5).T
 
     def identity(self) -> dict[str, Any]:
         """What both sides must agree on, field by field, in the words of an operator."""
@@ -119,13 +134,3 @@ def _place(fields: Sequence[Field]) -> tuple[tuple[Field, ...], int]:
         placed.append(replace(field, offset=offset))
         offset = -(-(offset + field.nbytes) // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
     return tuple(placed), offset
-
-
-def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for offset, nbytes in spans:
-        if merged and merged[-1][0] + merged[-1][1] == offset:
-            merged[-1] = (merged[-1][0], merged[-1][1] + nbytes)
-        else:
-            merged.append((offset, nbytes))
-    return merged

@@ -17,15 +17,21 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvtransfer.digest import combine
 from kvtransfer.layout import KVLayout
 from kvtransfer.places import handoff_places
+from kvtransfer.spans import Places, num_bytes, spoken
 from kvtransfer.tombstones import Tombstones
-from kvtransfer.transports import Drained, Freed, Key, Landed, Place, Transport
+from kvtransfer.transports import Drained, Freed, Key, Landed, Transport
 from wire.messages import Grant, Ready, pack_ids
 
 if TYPE_CHECKING:
     from kvtransfer.arena import Arena
+
+
+NOTHING: Places = np.empty((0, 4), dtype=np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +65,17 @@ class _Handoff:
     slot: int
     pages: list[int]
     stage: Stage = Stage.GRANTED
-    landed: set[Place] = field(default_factory=set)
+    landed: list[Places] = field(default_factory=list)
+    num_landed: int = 0
     digest: int = 0
     ready: Ready | None = None
-    expected: set[Place] = field(default_factory=set)
+    expected: Places = field(default_factory=lambda: NOTHING)
     deadline_s: float | None = None  # set by the first poll after Ready
     fault: str = ""
 
     @property
     def complete(self) -> bool:
-        return self.ready is not None and len(self.landed) >= len(self.expected)
+        return self.ready is not None and self.num_landed >= len(self.expected)
 
 
 class Receiver:
@@ -138,10 +145,8 @@ class Receiver:
         return ended
 
     def _landed(self, handoff: _Handoff, event: Landed) -> None:
-        for place in event.places:
-            if place in handoff.landed:
-                handoff.fault = handoff.fault or f"{_name(place)} came twice"
-            handoff.landed.add(place)
+        handoff.landed.append(event.places)
+        handoff.num_landed += len(event.places)
         handoff.digest = combine((handoff.digest, event.digest))
 
     def _mismatch(self, handoff: _Handoff, ready: Ready) -> str:
@@ -152,10 +157,9 @@ class Receiver:
             expected = handoff_places(self._layout, handoff.pages, handoff.slot, ready.length)
         except ValueError as error:
             return str(error)
-        handoff.expected = set(expected)
-        num_bytes = sum(place[3] for place in expected)
-        if (ready.num_spans, ready.num_bytes) != (len(expected), num_bytes):
-            sent, needed = f"{ready.num_spans} spans of {ready.num_bytes} bytes", f"{len(expected)} of {num_bytes}"
+        handoff.expected = expected
+        if (ready.num_spans, ready.num_bytes) != (len(expected), num_bytes(expected)):
+            sent, needed = f"{ready.num_spans} spans of {ready.num_bytes} bytes", f"{len(expected)} of {num_bytes(expected)}"
             return f"{sent} were sent, {ready.length} tokens need {needed}"
         return ""
 
@@ -166,8 +170,8 @@ class Receiver:
         if handoff.deadline_s is None:
             handoff.deadline_s = now_s + self._timeout_s
         if not handoff.complete and now_s >= handoff.deadline_s:
-            missing = handoff.expected - handoff.landed
-            count, one = f"{len(missing)} of {len(handoff.expected)} spans", _name(min(missing))
+            missing = _rows(handoff.expected) - _rows(*handoff.landed)
+            count, one = f"{len(missing)} of {len(handoff.expected)} spans", spoken(min(missing))
             handoff.fault = f"{count} missing {self._timeout_s:g} s after Ready, {one} is one"
         return handoff.complete or bool(handoff.fault)
 
@@ -176,13 +180,19 @@ class Receiver:
         key, ready = handoff.key, handoff.ready
         if handoff.fault or ready is None:
             return Broken(key, handoff.fault)
-        if strange := handoff.landed - handoff.expected:
-            return Broken(key, f"{_name(min(strange))} is no part of {ready.length} tokens")
+        landed, expected = np.concatenate((NOTHING, *handoff.landed)), handoff.expected
+        if not np.array_equal(_in_order(landed), _in_order(expected)):
+            strange = min(_rows(landed) - _rows(expected), default=None)
+            what = "a span came twice" if strange is None else f"{spoken(strange)} is no part of {ready.length} tokens"
+            return Broken(key, what)
         if handoff.digest != ready.digest:
             return Broken(key, f"digest {handoff.digest:016x} landed, {ready.digest:016x} was sent", corrupt=True)
         return Arrived(key, ready.length)
 
 
-def _name(place: Place) -> str:
-    kind, number, offset, nbytes = place
-    return f"{kind} {number} bytes {offset}..{offset + nbytes - 1}"
+def _in_order(places: Places) -> Places:
+    return places[np.lexsort(places.T)]
+
+
+def _rows(*tables: Places) -> set[tuple[int, ...]]:
+    return {tuple(row) for places in tables for row in places.tolist()}

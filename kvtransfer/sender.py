@@ -18,11 +18,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvtransfer.digest import combine
 from kvtransfer.layout import KVLayout
 from kvtransfer.places import page_places, slot_places
+from kvtransfer.spans import Spans, with_sources
 from kvtransfer.tombstones import Tombstones
-from kvtransfer.transports import MAX_WRITE_SPANS, Drained, Freed, Key, Lost, Place, Span, Transport, Wrote
+from kvtransfer.transports import MAX_WRITE_SPANS, Drained, Freed, Key, Lost, Transport, Wrote
 from kvtransfer.transports.seal import check_secret
 from wire.messages import Grant, Ready, unpack_ids
 from wire.timeline import Timeline
@@ -109,6 +112,8 @@ class Sender:
         handoff.stage = Stage.GRANTED
         try:
             handoff.granted_pages = unpack_ids(grant.pages)
+            if not 0 <= grant.slot < 1 << 32:
+                raise ValueError(f"slot {grant.slot}: a number has 32 bits")
             check_secret(grant.secret)
         except ValueError as error:
             self._lose(handoff, f"grant: {error}")
@@ -174,15 +179,15 @@ class Sender:
         if last > len(handoff.granted_pages):
             self._lose(handoff, f"{length} tokens need {last} pages, {len(handoff.granted_pages)} were granted")
             return
-        ours = page_places(layout, handoff.pages[first:last])
-        spans = [_span(place, to) for place, to in zip(ours, handoff.granted_pages[first:last], strict=True)]
+        spans = with_sources(page_places(layout, handoff.granted_pages[first:last]), handoff.pages[first:last])
         if handoff.final:
-            spans += [_span(place, handoff.granted_slot) for place in slot_places(layout, handoff.slot, length)]
+            of_slot = with_sources(slot_places(layout, handoff.granted_slot, length), handoff.slot)
+            spans = np.concatenate((spans, of_slot))
         handoff.queued_pages = last
         if self._write(handoff, spans):
             self._check_end(handoff)
 
-    def _write(self, handoff: _Handoff, spans: list[Span]) -> bool:
+    def _write(self, handoff: _Handoff, spans: Spans) -> bool:
         for start in range(0, len(spans), MAX_WRITE_SPANS):
             part = spans[start : start + MAX_WRITE_SPANS]
             try:
@@ -226,8 +231,3 @@ class Sender:
         del self._open[handoff.key]
         self._closed.add(handoff.key)
         self._ended.append(how)
-
-
-def _span(ours: Place, to: int) -> Span:
-    kind, number, offset, nbytes = ours
-    return Span(kind, number, to, offset, nbytes)

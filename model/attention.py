@@ -22,7 +22,9 @@ from model.weights import Checkpoint
 class Attention:
     """Queries of all heads, one KV row a token, and the grouped output projection."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, ratio: int, kv_dtype: str, frequencies: Tensor) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, ratio: int, kv_dtype: str, index_keys: str, frequencies: Tensor
+    ) -> None:
         config = checkpoint.config
         self.config, self.ratio = config, ratio
         self.row = kv_row(config, kv_dtype)
@@ -41,7 +43,7 @@ class Attention:
         if ratio != WINDOW_ONLY:
             self.compressor = Compressor(checkpoint, f"{prefix}.compressor", ratio, dim, self.row, frequencies)
         if ratio == CSA:
-            self.indexer = Indexer(checkpoint, f"{prefix}.indexer", index_row(config, kv_dtype), frequencies)
+            self.indexer = Indexer(checkpoint, f"{prefix}.indexer", index_row(config, kv_dtype, index_keys), frequencies)
 
     def forward(self, x: Tensor, rounded: Tensor | Quantised, batch: Ragged, turn: Tensor, cache: LayerCache) -> Tensor:
         """x [T, hidden] (normed), and the same as quantised weights see it -> [T, hidden].

@@ -13,6 +13,7 @@ from kvtransfer.layout import Field, KVLayout
 from model.config import CSA, HCA, ModelConfig
 
 KV_DTYPES = ("auto", "fp8", "bf16", "fp32")
+INDEX_KEYS = ("auto", "mxfp4")
 ROLLBACK_TOKENS = 4
 
 
@@ -25,16 +26,33 @@ def resolve_kv_dtype(config: ModelConfig, kv_dtype: str) -> str:
     return kv_dtype
 
 
+def resolve_index_keys(config: ModelConfig, kv_dtype: str, index_keys: str) -> str:
+    """The kind of the index rows. "auto": as the KV rows; mxfp4 is lossless for a quantised checkpoint, and only there."""
+    if index_keys not in INDEX_KEYS:
+        raise ValueError(f"index keys {index_keys!r} are unknown: use one of {', '.join(INDEX_KEYS)}")
+    if index_keys == "auto":
+        return resolve_kv_dtype(config, kv_dtype)
+    if not config.quantised:
+        raise ValueError("index keys 'mxfp4': this checkpoint is not quantised, so its indexer would choose other entries")
+    if config.index_head_dim % 64:
+        raise ValueError(f"index keys 'mxfp4': index_head_dim is {config.index_head_dim}; it must be a multiple of 64")
+    return index_keys
+
+
 def kv_row(config: ModelConfig, kv_dtype: str) -> KVRow:
     return KVRow(resolve_kv_dtype(config, kv_dtype), config.head_dim, config.qk_rope_head_dim, rounded=config.quantised)
 
 
-def index_row(config: ModelConfig, kv_dtype: str) -> IndexRow:
-    return IndexRow(resolve_kv_dtype(config, kv_dtype), config.index_head_dim, rounded=config.quantised)
+def index_row(config: ModelConfig, kv_dtype: str, index_keys: str) -> IndexRow:
+    return IndexRow(resolve_index_keys(config, kv_dtype, index_keys), config.index_head_dim, rounded=config.quantised)
 
 
 def kv_layout(
-    config: ModelConfig, kv_dtype: str = "auto", page_tokens: int = 256, rollback_tokens: int = ROLLBACK_TOKENS
+    config: ModelConfig,
+    kv_dtype: str = "auto",
+    page_tokens: int = 256,
+    rollback_tokens: int = ROLLBACK_TOKENS,
+    index_keys: str = "auto",
 ) -> KVLayout:
     """The field tables. Every ring has `rollback_tokens` rows more than the mathematics need (spec C.2), so that many
     tokens can be taken back by lowering a length. Raises ValueError when a page would end inside a compression window."""
@@ -43,7 +61,7 @@ def kv_layout(
         raise ValueError(f"page_tokens is {page_tokens}: it must be a multiple of {longest}, the longest compression window")
     if rollback_tokens < 0:
         raise ValueError(f"rollback_tokens is {rollback_tokens}: it cannot be negative")
-    entry, index_bytes = kv_row(config, kv_dtype), index_row(config, kv_dtype).row_bytes
+    entry, index_bytes = kv_row(config, kv_dtype), index_row(config, kv_dtype, index_keys).row_bytes
     entry_bytes, ring_bytes = entry.row_bytes, entry.ring_bytes
     window = config.sliding_window
     page: list[Field] = []

@@ -14,7 +14,7 @@ from kernels import backend
 from kernels.trail import Trail
 from kvtransfer.arena import Arena
 from model.batch import Batch, Row
-from model.cache import LayerCache, kv_layout, resolve_kv_dtype
+from model.cache import LayerCache, kv_layout, resolve_index_keys, resolve_kv_dtype
 from model.config import ModelConfig
 from model.mtp import MTP
 from model.transformer import Transformer
@@ -56,6 +56,7 @@ class Runner:
         kv_dtype: str = "auto",
         page_tokens: int = 256,
         *,
+        index_keys: str = "auto",
         num_pages: int,
         num_slots: int,
     ) -> None:
@@ -65,9 +66,10 @@ class Runner:
         backend.choose(self.device)
         self.config = model.config if isinstance(model, Checkpoint) else ModelConfig.load(model)
         self.kv_dtype = resolve_kv_dtype(self.config, kv_dtype)
-        self.layout = kv_layout(self.config, self.kv_dtype, page_tokens)
+        self.index_keys = index_keys
+        self.layout = kv_layout(self.config, self.kv_dtype, page_tokens, index_keys=index_keys)
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model, self.config, self.device)
-        self.transformer = Transformer(checkpoint, self.kv_dtype)
+        self.transformer = Transformer(checkpoint, self.kv_dtype, index_keys)
         self.mtp = MTP(checkpoint, self.transformer, self.kv_dtype) if self.config.num_nextn_predict_layers else None
         checkpoint.finish()
         self.checkpoint_digest = checkpoint.digest()
@@ -86,6 +88,7 @@ class Runner:
             "model.checkpoint": self.checkpoint_digest,
             "dtype": str(self.transformer.dtype).removeprefix("torch."),
             "kv_dtype": self.kv_dtype,
+            "index_keys": resolve_index_keys(self.config, self.kv_dtype, self.index_keys),
             **self.layout.identity(),
         }
 

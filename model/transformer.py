@@ -37,11 +37,13 @@ def layer_frequencies(config: ModelConfig, ratio: int) -> Tensor:
 class Block:
     """One decoder layer: attention, then experts, each between hyper-connections."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, ratio: int, hashed: bool, kv_dtype: str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, ratio: int, hashed: bool, kv_dtype: str, index_keys: str = "auto"
+    ) -> None:
         frequencies = layer_frequencies(checkpoint.config, ratio).to(checkpoint.device)
         self.ratio = ratio
         self.attention_streams = HyperConnection(checkpoint, prefix, "attn")
-        self.attention = Attention(checkpoint, f"{prefix}.attn", ratio, kv_dtype, frequencies)
+        self.attention = Attention(checkpoint, f"{prefix}.attn", ratio, kv_dtype, index_keys, frequencies)
         self.moe_streams = HyperConnection(checkpoint, prefix, "ffn")
         self.moe = MoE(checkpoint, f"{prefix}.ffn", hashed)
 
@@ -59,13 +61,13 @@ class Block:
 
 
 class Transformer:
-    def __init__(self, checkpoint: Checkpoint, kv_dtype: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, kv_dtype: str, index_keys: str = "auto") -> None:
         config = checkpoint.config
         self.config = config
         self.dtype = torch.bfloat16 if config.quantised else torch.float32
         self.embed = checkpoint.take_plain("embed.weight", config.vocab_size, config.hidden_size).to(self.dtype)
         self.layers = [
-            Block(checkpoint, f"layers.{layer}", config.ratio(layer), layer < config.num_hash_layers, kv_dtype)
+            Block(checkpoint, f"layers.{layer}", config.ratio(layer), layer < config.num_hash_layers, kv_dtype, index_keys)
             for layer in range(config.num_hidden_layers)
         ]
         self.hyper_head = HyperHead(checkpoint, "")

@@ -17,7 +17,7 @@ _log = logging.getLogger("prefill")
 def make_runner(config: PrefillConfig) -> Runner:
     """Loads the model. Raises ValueError when something is wrong with it or too large, RuntimeError when a step fails."""
     sizes = first_arena(config.num_pages, config.num_slots, config.device)
-    runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, **sizes)
+    runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, index_keys=config.index_keys, **sizes)
     runner.warm_up(warm_steps(config.step_tokens, config.chunk_tokens))
     if runner.device.type == "cuda" and not config.num_pages:
         allot(config, runner, CudaGauge(runner.device))

@@ -72,6 +72,7 @@ class BenchConfig:
     steps: int = option(44, help="steps with the host in the loop of one timing")
     profiled_steps: int = option(8, help="steps of one profile")
     budget_s: float = option(0.0, help="seconds after which what is left is skipped; 0: none is")
+    index_keys: str = option("auto", help="how the indexer's keys are stored, as of a worker", choices=("auto", "mxfp4"))
     widths: str = option("v4-flash", help="tiny: those of bundled/tiny", choices=("v4-flash", "tiny"))
     device: str = option("cuda", help="where to compute", choices=("cpu", "cuda"))
     json: str = option("", help="also write the figures to this file")
@@ -135,7 +136,14 @@ class Bench:
         begin_s, most = time.monotonic(), max(self.config.numbers("batches") + self.config.numbers("profiled"))
         pages = self._pages(most)
         checkpoint = RandomCheckpoint(self.model, self.config.device)
-        self.runner = Runner(checkpoint, self.config.device, page_tokens=PAGE_TOKENS, num_pages=pages, num_slots=most + 1)
+        self.runner = Runner(
+            checkpoint,
+            self.config.device,
+            page_tokens=PAGE_TOKENS,
+            index_keys=self.config.index_keys,
+            num_pages=pages,
+            num_slots=most + 1,
+        )
         self.runner.make_invariant(most)  # as a worker
         fill_memory(self.runner)
         self.workspace = Workspace(WORKSPACE_BYTES, self.config.device) if backend.active().triton else None
@@ -145,7 +153,7 @@ class Bench:
 
     def _pages(self, most: int) -> int:
         """As many as the largest step needs, if the memory holds them."""
-        layout = kv_layout(self.model)
+        layout = kv_layout(self.model, index_keys=self.config.index_keys)
         longest = max(self.config.limit_context, *self.config.numbers("contexts")) + MOST_STEPS
         wanted = 1 + max(most * layout.pages_for(longest), layout.pages_for(max(self.config.numbers("prompts"))))
         if self.config.device == "cpu":
@@ -165,7 +173,7 @@ class Bench:
     def _decode_row(self, steps: Steps, batch: int, context: int) -> Figures:
         asked = steps.experts_asked()
         times = self._times(steps)
-        moved = step_bytes(self.model, (last_positions(batch, context) + 1).tolist(), asked)
+        moved = step_bytes(self.model, (last_positions(batch, context) + 1).tolist(), asked, self.config.index_keys)
         floor_ms, step_floor_ms = (1e-6 * each / self.read_gb_per_s for each in (moved.forward, moved.step))
         peer = DECODE_MS.get((self.layers, batch, context)) if self._comparable() else None
         return {
@@ -320,7 +328,7 @@ class Bench:
 
 def capacity(config: BenchConfig) -> list[Figures]:
     """Tokens of the whole model in as many bytes as vLLM was measured with, beside the slots of some numbers of sequences."""
-    layout, rows = kv_layout(ModelConfig.from_json(config.released())), []
+    layout, rows = kv_layout(ModelConfig.from_json(config.released()), index_keys=config.index_keys), []
     for sequences in CAPACITY_SEQUENCES:
         tokens = tokens_in(int(KV_BYTES), layout, sequences)
         row = {"kv_gb": KV_BYTES / 1e9, "sequences": sequences, "tokens": tokens}

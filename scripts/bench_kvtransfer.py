@@ -417,7 +417,10 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as workers have it
     if config.serve:
         host, port = config.serve.rsplit(":", 1)
-        serve(flash_layout(), host, int(port), config.advertise, config.cluster_key)
+        try:
+            serve(flash_layout(), host, int(port), config.advertise, config.cluster_key)
+        except OSError as error:
+            sys.exit(f"bench_kvtransfer: --serve {config.serve}: {error}")
         return
     if config.digest_cost:
         digest_cost(config)

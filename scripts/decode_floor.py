@@ -38,13 +38,17 @@ class StepBytes:
         return self.forward + self.head
 
 
-def step_bytes(config: ModelConfig, contexts: Sequence[int], experts_asked: Sequence[int]) -> StepBytes:
+def step_bytes(
+    config: ModelConfig, contexts: Sequence[int], experts_asked: Sequence[int], index_keys: str = "auto"
+) -> StepBytes:
     """For sequences of so many tokens, the new one included, and so many different experts in each layer."""
     sizes = {name: entry.last for name, entry in entries_of(config).items()}
     layers = {name: size for name, size in sizes.items() if name.startswith("layers.") and "tid2eid" not in name}
     one_expert = sum(size for name, size in layers.items() if name.startswith("layers.0.ffn.experts.0."))
     rows = sum(
-        _row_bytes(config, config.ratio(layer), tokens) for layer in range(config.num_hidden_layers) for tokens in contexts
+        _row_bytes(config, config.ratio(layer), tokens, index_keys)
+        for layer in range(config.num_hidden_layers)
+        for tokens in contexts
     )
     return StepBytes(
         weights=sum(size for name, size in layers.items() if ".experts." not in name),
@@ -54,10 +58,10 @@ def step_bytes(config: ModelConfig, contexts: Sequence[int], experts_asked: Sequ
     )
 
 
-def _row_bytes(config: ModelConfig, ratio: int, tokens: int) -> int:
+def _row_bytes(config: ModelConfig, ratio: int, tokens: int, index_keys: str) -> int:
     """What one layer reads of one sequence: the window, and the chosen or all compressed rows. Keys are scored where there are
     more than may be chosen."""
-    row, key = kv_row(config, "auto").row_bytes, index_row(config, "auto").row_bytes
+    row, key = kv_row(config, "auto").row_bytes, index_row(config, "auto", index_keys).row_bytes
     window = min(tokens, config.sliding_window) * row
     match ratio:
         case 4:

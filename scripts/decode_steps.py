@@ -49,13 +49,14 @@ def fill_memory(runner: Runner, seed: int = 1) -> None:
     for memory in (arena.pages, arena.slots):
         for part in torch.split(memory, FILLED_AT_ONCE):
             part.random_(0, 256, generator=generator).bitwise_and_(FINITE)
-    entry, key = kv_row(config, runner.kv_dtype), index_row(config, runner.kv_dtype)
+    entry, key = kv_row(config, runner.kv_dtype), index_row(config, runner.kv_dtype, runner.index_keys)
     for cache in runner.main_caches:
         cache.window[..., entry.value_bytes : entry.row_bytes] = UE8M0_ONE
         if cache.entries is not None:
             planes(cache.entries, entry)[1].fill_(UE8M0_ONE)
         if cache.index_entries is not None:
-            planes(cache.index_entries, key)[1].view(torch.float32).fill_(1.0)
+            scales = planes(cache.index_entries, key)[1]
+            scales.fill_(UE8M0_ONE) if key.kind == "mxfp4" else scales.view(torch.float32).fill_(1.0)
 
 
 def page_tables(batch: int, pages_each: int, written: int, num_pages: int, seed: int = 1) -> Tensor:

@@ -46,6 +46,11 @@ class LocalConfig:
         require_port("--port", self.port)
         if self.prefill < 1 or self.decode < 1:
             raise ValueError("--prefill and --decode must be at least 1: a request needs one of each")
+        for name in ("router_args", "prefill_args", "decode_args"):
+            try:
+                shlex.split(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"--{name.replace('_', '-')} cannot be split into flags: {error}") from None
 
 
 class LaunchError(Exception):

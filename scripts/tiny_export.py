@@ -14,7 +14,7 @@ from kernels.quant import (
     FP8_MAX,
     WEIGHT_BLOCK,
     ceil_power_of_two,
-    dequantise_fp4_weight,
+    dequantise_fp4,
     dequantise_fp8_weight,
     fp4_codes,
     pack_fp4,
@@ -61,7 +61,7 @@ def rounded_parameters(parameters: dict[str, Tensor], tid2eid: dict[str, Tensor]
             block, which = name.split(EXPERT_MARK)
             each = [f"{block}{EXPERT_MARK}{e}.{which}" for e in range(len(value))]
             pairs = [(tensors[f"{n}.weight"], tensors[f"{n}.scale"].view(torch.uint8)) for n in each]
-            rounded[name] = torch.stack([dequantise_fp4_weight(*pair) for pair in pairs])
+            rounded[name] = torch.stack([dequantise_fp4(*pair) for pair in pairs])
         elif is_fp8(name):
             scale = tensors[name.removesuffix("weight") + "scale"].view(torch.uint8)
             rounded[name] = dequantise_fp8_weight(tensors[name], scale)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import backend
+from kernels.rows import IndexRow, KVRow
 from kvtransfer.pages import SeqKV
 from model.batch import Batch, Row
 from model.cache import index_row, kv_row
@@ -88,15 +89,15 @@ def layer_outputs(name: str) -> dict[str, Tensor]:
     return {key: torch.from_numpy(value.copy()) for key, value in stored.items()}
 
 
-def runner(name: str, kv_dtype: str = "auto", folder: str = "model") -> Runner:
+def runner(name: str, kv_dtype: str = "auto", folder: str = "model", index_keys: str = "auto") -> Runner:
     """One loaded model per test process; 64 pages and 20 slots. Its backend is active afterwards, as behind a loading."""
     backend.choose(torch.device(DEVICE))
-    return loaded(name, kv_dtype, folder)
+    return loaded(name, kv_dtype, folder, index_keys)
 
 
 @cache
-def loaded(name: str, kv_dtype: str = "auto", folder: str = "model") -> Runner:
-    return Runner(model_dir(name, folder), DEVICE, kv_dtype, PAGE_TOKENS, num_pages=64, num_slots=20)
+def loaded(name: str, kv_dtype: str = "auto", folder: str = "model", index_keys: str = "auto") -> Runner:
+    return Runner(model_dir(name, folder), DEVICE, kv_dtype, PAGE_TOKENS, index_keys=index_keys, num_pages=64, num_slots=20)
 
 
 def pages_of(slot: int) -> list[int]:
@@ -123,8 +124,14 @@ def row_values(model: Runner, kind: str, rows: Tensor) -> Tensor:
     """float64 [N, channels]."""
     if kind.endswith("state"):
         return rows.view(torch.float32).double()
-    row = (index_row if kind == "csa_index" else kv_row)(model.config, model.kv_dtype)
-    return row.unpack(rows)
+    return row_of(model, kind).unpack(rows)
+
+
+def row_of(model: Runner, kind: str) -> KVRow | IndexRow:
+    """What a row of a field of that kind (model/cache.py) is."""
+    if kind == "csa_index":
+        return index_row(model.config, model.kv_dtype, model.index_keys)
+    return kv_row(model.config, model.kv_dtype)
 
 
 def prefill(model: Runner, prompts: Sequence[tuple[int, Sequence[int]]], chunk: int) -> None:

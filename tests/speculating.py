@@ -17,7 +17,6 @@ from kernels import backend
 from kernels.rows import read_rows
 from kernels.sequences import MOST_DRAFTS, SequenceTable
 from kvtransfer.pages import SeqKV
-from model.cache import index_row, kv_row
 from model.runner import Runner
 from tests import golden
 from wire.messages import SamplingParams
@@ -101,7 +100,7 @@ def live_rows(model: Runner, slot: int, length: int) -> dict[tuple[int, str], Te
 def page_rows(model: Runner, slot: int, length: int) -> dict[tuple[int, str], Tensor]:
     found: dict[tuple[int, str], Tensor] = {}
     for field in model.layout.page:
-        row = (index_row if field.kind == "csa_index" else kv_row)(model.config, model.kv_dtype)
+        row = golden.row_of(model, field.kind)
         number = torch.arange(length // field.stride)
         page = torch.tensor(golden.pages_of(slot))[number // field.rows]
         found[field.layer, field.kind] = read_rows(model.arena.page_field(field), row, page, number % field.rows)

@@ -136,7 +136,7 @@ def test_options_that_cannot_be_meant(arguments: list[str], message: str, capsys
 
 
 def test_filled_memory_is_finite_and_varied(runner: Runner) -> None:
-    row, key = kv_row(runner.config, runner.kv_dtype), index_row(runner.config, runner.kv_dtype)
+    row, key = kv_row(runner.config, runner.kv_dtype), index_row(runner.config, runner.kv_dtype, runner.index_keys)
     for cache in runner.main_caches:
         parts = [row.unpack(cache.window)]
         parts += [state for state in (cache.state, cache.index_state) if state is not None]

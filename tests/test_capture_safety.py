@@ -79,14 +79,14 @@ def target(request: pytest.FixtureRequest) -> Iterator[backend.Backend]:
 
 
 @cache
-def shapes_of(name: str, kernels: backend.Backend) -> tuple[Transformer, MTP, list[LayerCache]]:
+def shapes_of(name: str, kernels: backend.Backend, index_keys: str = "auto") -> tuple[Transformer, MTP, list[LayerCache]]:
     """Main model, MTP and caches without data, made for the active backend `kernels`."""
     config = ModelConfig.load(golden.model_dir(name))
     checkpoint = Checkpoint.open(golden.model_dir(name), config, META)
     kv_dtype = "fp8" if config.quantised else "fp32"
-    main = Transformer(checkpoint, kv_dtype)
+    main = Transformer(checkpoint, kv_dtype, index_keys)
     mtp = MTP(checkpoint, main, kv_dtype)
-    arena = Arena(kv_layout(config, kv_dtype), 8, 4, META)
+    arena = Arena(kv_layout(config, kv_dtype, index_keys=index_keys), 8, 4, META)
     return main, mtp, [LayerCache.of(arena, config, layer) for layer in range(config.num_layers)]
 
 
@@ -107,10 +107,12 @@ def step_of(sequences: int, tokens: int, pages: int) -> Batch:
     )
 
 
-@pytest.mark.parametrize("name", golden.CASES)
+@pytest.mark.parametrize(("name", "index_keys"), [*((name, "auto") for name in golden.CASES), ("tiny-fp8fp4", "mxfp4")])
 @pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (8, 1), (64, 1), (2, 4), (64, 2)])
-def test_a_decode_step_can_be_captured(name: str, sequences: int, tokens: int, target: backend.Backend) -> None:
-    main, _, caches = shapes_of(name, target)
+def test_a_decode_step_can_be_captured(
+    name: str, index_keys: str, sequences: int, tokens: int, target: backend.Backend
+) -> None:
+    main, _, caches = shapes_of(name, target, index_keys)
     batch, started = step_of(sequences, tokens, pages=16), []
     workspace = Workspace(256 << 20, META)
     with launches_go_to(lambda kernel, grid, *args, **options: started.append((kernel, grid))):
@@ -430,6 +432,7 @@ def test_no_length_asks_for_new_code_of_the_kernels_that_only_the_large_model_ru
                     for case in (
                         indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, 2048, keys)),
                         indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, few)),  # all of them
+                        indexer_cases.select_case(V4_FLASH, "", indexer_cases.Shape(sequences, tokens, 2048, keys, "mxfp4")),
                         attention_cases.case(V4_FLASH, "", attention_cases.Shape(sequences, tokens, 512, True)),
                         attention_cases.case(V4_FLASH, "", attention_cases.Shape(sequences, tokens, rows)),
                     )
@@ -438,7 +441,8 @@ def test_no_length_asks_for_new_code_of_the_kernels_that_only_the_large_model_ru
             )
             assert not specialised(found + warm) and not_allowed(new_codes(found, warm)) == {}
             kernels = {kernel for codes in found for kernel in codes}
-            assert {"kernels.indexer_hopper._score_kernel", "kernels.attention_hopper._decode_hopper"} <= kernels
+            assert {"kernels.indexer_hopper._score_kernel", "kernels.indexer._score_kernel"} <= kernels
+            assert "kernels.attention_hopper._decode_hopper" in kernels
     finally:
         backend.use(before)
 

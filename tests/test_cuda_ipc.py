@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgpack
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -30,9 +31,9 @@ from kernels import backend
 from kernels.spans import sum_spans
 from kvtransfer.arena import Arena
 from kvtransfer.layout import Field, KVLayout
-from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Span, Wrote, open_transport
+from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Wrote, open_transport
 from kvtransfer.transports.counters import Counters
-from kvtransfer.transports.cuda import SideStream, span_table, sum_weights
+from kvtransfer.transports.cuda import SideStream, span_table
 from kvtransfer.transports.cuda_ipc import HANDLE_BYTES, CudaIpc, Extent, Opened, pack_extents, unpack_extents
 from kvtransfer.transports.frame import (
     LANDED,
@@ -49,6 +50,7 @@ from kvtransfer.transports.frame import (
 )  # fmt: skip
 from kvtransfer.transports.inbound import Inbound, _Mapped
 from kvtransfer.transports.memory import DeviceMemory, DevicePeer
+from kvtransfer.transports.sums import sum_weights
 from tests.transfer_rig import (
     DRIVER,
     LAYOUT,
@@ -56,11 +58,15 @@ from tests.transfer_rig import (
     DeviceTransport,
     HostStream,
     RawSender,
+    Span,
     ThreadTransport,
     collect,
+    named_places,
     of_type,
+    place_table,
     small_arena,
     sums_by_hand,
+    table,
     wait,
 )  # fmt: skip
 
@@ -117,10 +123,10 @@ def test_a_hello_with_too_many_bytes_of_handles_is_none() -> None:
 
 def sums_of(data: torch.Tensor) -> bytes:
     """Of the bytes of one place."""
-    place = ("page", 0, 0, data.numel())
-    begins, _, counts = torch.from_numpy(span_table([place], [place], data.numel()))
+    place = place_table([("page", 0, 0, data.numel())])
+    begins, _, counts = torch.from_numpy(span_table(place, place, data.numel()))
     sums = torch.empty_like(counts)
-    sum_spans(data.view(torch.int32), begins, counts, sum_weights(), sums)
+    sum_spans(data.view(torch.int32), begins, counts, torch.from_numpy(sum_weights()), sums)
     return sums.numpy().tobytes()
 
 
@@ -132,8 +138,8 @@ def test_the_sums_are_those_of_the_words(data: bytes, spans: int) -> None:
 
 def test_a_place_is_cut_into_spans() -> None:
     """Of 16,384 words of four bytes, the last one shorter; in both memories, in the order of the places."""
-    sources = [("page", 2, 8, 3 * 65_536 + 12), ("page", 0, 0, 65_536), ("page", 1, 4, 4)]
-    places = [("page", 1, 8, 3 * 65_536 + 12), ("page", 3, 0, 65_536), ("page", 0, 4, 4)]
+    sources = place_table([("page", 2, 8, 3 * 65_536 + 12), ("page", 0, 0, 65_536), ("page", 1, 4, 4)])
+    places = place_table([("page", 1, 8, 3 * 65_536 + 12), ("page", 3, 0, 65_536), ("page", 0, 4, 4)])
     full, row = 16_384, 100_000
     assert span_table(sources, places, 4 * row).tolist() == [
         [2 * row + 2, 2 * row + 2 + full, 2 * row + 2 + 2 * full, 2 * row + 2 + 3 * full, 0, row + 1],
@@ -144,9 +150,9 @@ def test_a_place_is_cut_into_spans() -> None:
 
 @pytest.mark.parametrize(("offset", "nbytes", "row_bytes"), [(2, 4, 8), (4, 3, 8), (4, 4, 10)])
 def test_half_a_word_is_not_read(offset: int, nbytes: int, row_bytes: int) -> None:
-    place = ("slot", 1, offset, nbytes)
+    place = place_table([("slot", 1, offset, nbytes)])
     with pytest.raises(ValueError, match="whole words"):
-        span_table([place], [place], row_bytes)
+        span_table(place, place, row_bytes)
 
 
 @pytest.mark.parametrize("change", ["a bit", "the highest bit", "two words", "two rows"])
@@ -187,7 +193,7 @@ def pair(out: str = "auto", into: str = "auto", kinds: str = "dd") -> Iterator[t
 def hand_off(sender: Any, receiver: Any, key: tuple[int, int] = KEY, seal: bytes = b"") -> Any:
     """How it ends for the sender."""
     receiver.expect(key, 3, [5], seal)
-    sender.write(receiver.address(), key, [Span("page", 1, 5, 0, PAGE), Span("slot", 2, 3, 64, 100)], seal)
+    sender.write(receiver.address(), key, table([Span("page", 1, 5, 0, PAGE), Span("slot", 2, 3, 64, 100)]), seal)
     (end,) = collect(sender, len)
     receiver.revoke(key)
     return end
@@ -279,7 +285,7 @@ def test_pages_of_another_size_are_not_read() -> None:
         layout = KVLayout.pack(8, [Field(0, "a", 0, 1, 1 << 10, 8)], [Field(0, "b", 0, 4, 64, keep=1)])
         sender = DeviceTransport(Arena(layout, 3, 2))
         receiver.expect(KEY, 3, [5])
-        sender.write(receiver.address(), KEY, [Span("page", 1, 5, 0, 100)])
+        sender.write(receiver.address(), KEY, table([Span("page", 1, 5, 0, 100)]))
         collect(sender, len)
         link = sender.links()[receiver.address()]
         assert link.path == "zeromq" and "its pages have 1024 bytes, ours 2560" in link.reason
@@ -335,8 +341,8 @@ def test_what_is_still_being_computed_holds_up_nobody_else(path: str) -> None:
         sender.inner._turn = counted
         receiver.expect(KEY, 3, [5])
         other.expect((8, 0), 3, [6])
-        sender.write(other.address(), (8, 0), [Span("page", 2, 6, 0, PAGE)])  # mark 1
-        sender.write(receiver.address(), KEY, [Span("page", 1, 5, 0, PAGE)])  # mark 2
+        sender.write(other.address(), (8, 0), table([Span("page", 2, 6, 0, PAGE)]))  # mark 1
+        sender.write(receiver.address(), KEY, table([Span("page", 1, 5, 0, PAGE)]))  # mark 2
         assert [event.key for event in collect(sender, len)] == [(8, 0)]
         begin, begin_s = turns[0], time.monotonic()
         time.sleep(0.3)
@@ -375,6 +381,27 @@ class Copier(DeviceMemory):
     def __init__(self) -> None:
         self.copies: list[Copying] = []
 
+    def enter(self) -> None:
+        return None
+
+    def mark(self) -> int:
+        return 0
+
+    def reached(self, mark: int) -> bool:
+        return True
+
+    def buffer(self, nbytes: int) -> Any:
+        return np.empty(nbytes, dtype=np.uint8)
+
+    def gather(self, places: Any, out: Any, mark: int) -> Copying:
+        return self._begin()
+
+    def scatter(self, source: Any, places: Any, mark: int) -> Copying:
+        return self._begin()
+
+    def sums(self, places: Any, mark: int) -> Copying:
+        return Copying()
+
     def handles(self) -> bytes:
         return b""
 
@@ -382,14 +409,17 @@ class Copier(DeviceMemory):
         return DevicePeer()
 
     def fetch(self, peer: Any, sources: Any, places: Any, mark: int) -> Copying:
-        self.copies.append(Copying())
-        return self.copies[-1]
+        return self._begin()
 
     def read(self, peer: Any, sources: Any) -> None:
         return None
 
-    def sums(self, places: Any, mark: int) -> Copying:
-        return Copying()
+    def _begin(self) -> Copying:
+        self.copies.append(Copying())
+        return self.copies[-1]
+
+
+SIZES = {"page": (32, PAGE), "slot": (16, 64)}
 
 
 class Fetching:
@@ -399,15 +429,14 @@ class Fetching:
         self.memory = cast(Any, Copier())
         self.events: list[Event] = []
         self.answers: list[tuple[bytes, int, int]] = []
-        rows = {"page": (32, PAGE), "slot": (16, 64)}
-        self.inbound = Inbound(self.memory, rows, "cuda_ipc", Counters(), self.events.append)
-        hello = Hello(1, 3, 100, b"n" * 16, rows, "cuda_ipc")
+        self.inbound = Inbound(self.memory, dict(SIZES), "cuda_ipc", Counters(), self.events.append)
+        hello = Hello(1, 3, 100, b"n" * 16, SIZES, "cuda_ipc")
         self.inbound._mapped[hello.memory_name] = _Mapped(hello, DevicePeer(), "")
         self.inbound.expect(KEY, 3, range(1, 9), 0, b"")
 
     def chunk(self, number: int, identity: bytes = b"one") -> int | None:
         """The answer, if it comes at once."""
-        chunk = Chunk(KEY, number, (Span("page", 20, number, 0, PAGE),), b"n" * 16)
+        chunk = Chunk(KEY, number, table([Span("page", 20, number, 0, PAGE)]), b"n" * 16, sums=True)
         answer = self.inbound._answer([memoryview(pack_chunk(chunk))], identity)
         return unpack_ack(answer).status if answer else None
 
@@ -431,8 +460,8 @@ def test_chunks_are_copied_one_behind_the_other_and_answered_as_they_end() -> No
     assert rig.answers[1:] == [(b"one", 2, LANDED)] and not rig.memory.copies[2].done
     rig.inbound.close()
     assert rig.memory.copies[2].done
-    places = [event.places for event in of_type(rig.events, Landed)]
-    assert places == [(("page", number, 0, PAGE),) for number in (1, 2, 3)]
+    places = [named_places(event.places) for event in of_type(rig.events, Landed)]
+    assert places == [[("page", number, 0, PAGE)] for number in (1, 2, 3)]
 
 
 def test_a_revoked_window_is_drained_when_nothing_is_copied_into_it_any_more() -> None:
@@ -464,9 +493,19 @@ def test_a_chunk_that_comes_again_while_it_is_copied_is_answered_when_it_is_ther
 def test_memory_that_is_copied_to_is_nobody_elses() -> None:
     rig = Fetching()
     rig.chunk(1)
-    other = Chunk(KEY, 7, (Span("page", 20, 1, 0, 4),), b"n" * 16)
+    other = Chunk(KEY, 7, table([Span("page", 20, 1, 0, 4)]), b"n" * 16, sums=True)
     answer = rig.inbound._answer([memoryview(pack_chunk(other))], b"one")
     assert unpack_ack(answer).status == REFUSED and len(rig.memory.copies) == 1
+
+
+@pytest.mark.parametrize("span", [Span("page", 32, 1, 0, PAGE), Span("slot", 16, 3, 0, 4), Span("slot", 1, 3, 61, 4)], ids=repr)
+def test_nothing_is_read_beside_the_senders_memory(span: Span) -> None:
+    rig = Fetching()
+    rig.inbound._rows["slot"] = (17, 65)  # ours are larger
+    rig.inbound.expect(KEY, 3, [1], 0, b"")
+    answer = rig.inbound._answer([memoryview(pack_chunk(Chunk(KEY, 1, table([span]), b"n" * 16)))], b"one")
+    assert unpack_ack(answer).status == REFUSED and not rig.memory.copies
+    assert rig.inbound._counters.read()["bad_frames"] == 1
 
 
 def test_a_copy_that_fails_is_refused_and_so_is_what_comes_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -496,7 +535,7 @@ def test_a_fault_after_a_chunk_has_left_costs_its_hand_off_only(
         assert isinstance(lost, Lost) and "device fault" in lost.reason
         monkeypatch.undo()
         receiver.expect((8, 0), 3, [6])
-        sender.write(receiver.address(), (8, 0), [Span("page", 2, 6, 0, PAGE)])
+        sender.write(receiver.address(), (8, 0), table([Span("page", 2, 6, 0, PAGE)]))
         assert isinstance(collect(sender, len)[0], Wrote)
         assert torch.equal(target.pages[6], source.pages[2])
     assert "goes on after a fault" not in caplog.text
@@ -639,17 +678,17 @@ SOURCE = """
 import sys, torch
 import tests.transfer_rig as rig
 from kernels import backend
-from kvtransfer.transports import BulkOptions, Span, open_transport
+from kvtransfer.transports import BulkOptions, open_transport
 rig.DEVICE = sys.argv[1]
 arena = rig.small_arena(64, 8, seed=1)
 backend.choose(arena.pages.device)
 transport = open_transport(arena, "127.0.0.1", "", BulkOptions(sys.argv[2]))
 for line in sys.stdin:
     address, rid = line.split()
-    spans = [Span("page", page, 64 - page, 0, rig.LAYOUT.page_bytes) for page in range(1, 64)]
-    spans += [Span("slot", 2, 3, at, 40) for at in range(0, 400, 80)]
+    spans = [rig.Span("page", page, 64 - page, 0, rig.LAYOUT.page_bytes) for page in range(1, 64)]
+    spans += [rig.Span("slot", 2, 3, at, 40) for at in range(0, 400, 80)]
     arena.pages[1:] += 1  # on the computing stream, which the copies have to wait for
-    transport.write(address, (int(rid), 0), spans)
+    transport.write(address, (int(rid), 0), rig.table(spans))
     (end,) = rig.collect(transport, len)
     print(type(end).__name__, getattr(end, "digest", 0), transport.links()[address].path, flush=True)
 transport.close()

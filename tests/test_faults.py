@@ -11,10 +11,10 @@ import pytest
 from kvtransfer.pages import PagePool, SeqKV
 from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent
-from kvtransfer.transports import Drained, Freed, Key, Landed, Span, Wrote
+from kvtransfer.transports import Drained, Freed, Key, Landed, Wrote
 from kvtransfer.transports.faults import Faults, FaultyTransport
 from kvtransfer.transports.frame import PATHS
-from tests.transfer_rig import PAGE_TOKENS, collect, of_type, rigged_transport, small_arena, thread_transport, wait
+from tests.transfer_rig import PAGE_TOKENS, Span, collect, of_type, rigged_transport, small_arena, table, thread_transport, wait
 
 LENGTH = 2 * PAGE_TOKENS + 3
 
@@ -136,7 +136,7 @@ def test_the_same_seed_injects_the_same_faults() -> None:
     for _ in range(2):
         transport = FaultyTransport(thread_transport(small_arena()), Faults(drop=0.5, seed=9))
         for rid in range(50):
-            transport.write("tcp://127.0.0.1:1", (rid, 0), [Span("page", 1, 1, 0, 10)])
+            transport.write("tcp://127.0.0.1:1", (rid, 0), table([Span("page", 1, 1, 0, 10)]))
         counts.append([event.key for event in transport.poll() if isinstance(event, Wrote)])
         transport.close()
     assert counts[0] == counts[1]
@@ -151,7 +151,7 @@ def test_two_corrupt_writes_of_a_hand_off_do_not_cancel_out() -> None:
         sums = [0, 0]
         into.expect((rid, 0), 1, [1, 2])
         for page in (1, 2):
-            out.write(into.address(), (rid, 0), [Span("page", page, page, 0, 10)])
+            out.write(into.address(), (rid, 0), table([Span("page", page, page, 0, 10)]))
             sums[0] += sum(event.digest for event in of_type(collect(out, len), Wrote))
             sums[1] += sum(event.digest for event in of_type(collect(into, len), Landed))
         assert (sums[0] - sums[1]) % (1 << 64) == 2

@@ -19,10 +19,10 @@ def judge(name: str, results: dict[str, Any], arrays: dict[str, Any]) -> None:
     assert golden.verify().check(golden.case(name), results, arrays), "see the report above"
 
 
-@pytest.mark.parametrize("name", golden.CASES)
-def test_every_prompt_alone(name: str) -> None:
+@pytest.mark.parametrize(("name", "index_keys"), [*((name, "auto") for name in golden.CASES), ("tiny-fp8fp4", "mxfp4")])
+def test_every_prompt_alone(name: str, index_keys: str) -> None:
     """Prefill in one piece, 31 one-token steps, full logits and MTP logits where they are stored."""
-    case, model = golden.case(name), golden.runner(name)
+    case, model = golden.case(name), golden.runner(name, index_keys=index_keys)
     results: dict[str, Any] = {"prompts": {}}
     arrays: dict[str, Any] = {}
     last_drafts: dict[str, torch.Tensor] = {}

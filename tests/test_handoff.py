@@ -17,15 +17,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtransfer.digest import combine, span_digest
 from kvtransfer.pages import PagePool
+from kvtransfer.places import handoff_places, slot_places
 from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent
+from kvtransfer.spans import Spans, num_bytes
 from kvtransfer.tombstones import Tombstones
-from kvtransfer.transports import Drained, Event, Freed, Key, Lost, Span, Wrote
+from kvtransfer.transports import Drained, Event, Freed, Key, Landed, Lost, Wrote
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import Chunk, pack_chunk
 from kvtransfer.transports.inbound import Inbound
 from kvtransfer.transports.memory import CpuMemory
-from tests.transfer_rig import LAYOUT, PAGE_TOKENS, Proxy, RawSender, refused, small_arena, thread_transport, wait
+from tests.transfer_rig import LAYOUT, PAGE_TOKENS, Proxy, RawSender, Span, refused, small_arena, table, thread_transport, wait
 from wire.messages import Grant, Ready, pack_ids
 
 KEY = (7, 0)
@@ -97,6 +99,11 @@ def assert_same_kv(pair: Pair, ours: Sequence[int], slot: int, theirs: Sequence[
         assert torch.equal(pair.source.slots[slot, part], pair.target.slots[their_slot, part])
 
 
+def sent_of_slot(length: int) -> list[tuple[int, int]]:
+    """(offset, nbytes): its live rows, and some between them."""
+    return [(offset, nbytes) for _, _, offset, nbytes in slot_places(LAYOUT, 4, length).tolist()]
+
+
 LENGTHS = [0, 1, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, 3 * PAGE_TOKENS, 3 * PAGE_TOKENS + 5]
 
 
@@ -121,13 +128,13 @@ def test_what_was_computed_arrives_and_nothing_else_changes(pair: Pair, length: 
         assert pair.sender.granted(grant)
     ready = pair.ready()
     assert (ready.rid, ready.attempt, ready.length) == (*KEY, length)
-    assert ready.num_spans == pages_for(length) + len(LAYOUT.live_slot_spans(length))
+    assert ready.num_spans == pages_for(length) + len(sent_of_slot(length))
     assert pair.receiver.ready(ready)
     assert pair.end() == Arrived(KEY, length)
     assert_same_kv(pair, ours, 4, theirs, 6, length)
     for dst in theirs[: pages_for(length)]:
         before_pages[dst] = pair.target.pages[dst]
-    for offset, nbytes in LAYOUT.live_slot_spans(length):
+    for offset, nbytes in sent_of_slot(length):
         before_slots[6, offset : offset + nbytes] = pair.target.slots[6, offset : offset + nbytes]
     assert torch.equal(pair.target.pages, before_pages)
     assert torch.equal(pair.target.slots, before_slots)
@@ -217,9 +224,11 @@ def test_a_byte_flipped_in_flight_breaks_the_hand_off(pair: Pair) -> None:
 def test_missing_spans_break_it_after_the_timeout() -> None:
     pair = Pair(timeout_s=TIMEOUT_S)
     grant = pair.receiver.open(KEY, 6, [11, 10, 2])
-    expected = LAYOUT.live_slot_spans(20)
+    expected = sent_of_slot(20)
     num_bytes = 3 * LAYOUT.page_bytes + sum(nbytes for _, nbytes in expected)
-    pair.out.write(grant.address, KEY, [Span("page", 5, 11, 0, LAYOUT.page_bytes), Span("page", 5, 2, 0, LAYOUT.page_bytes)])
+    pair.out.write(
+        grant.address, KEY, table([Span("page", 5, 11, 0, LAYOUT.page_bytes), Span("page", 5, 2, 0, LAYOUT.page_bytes)])
+    )
     pair.until(lambda: len(pair.receiver._open[KEY].landed) == 2)
     begin_s = time.monotonic()
     pair.receiver.ready(Ready(*KEY, 20, 3 + len(expected), num_bytes, 0))
@@ -232,7 +241,7 @@ def test_missing_spans_break_it_after_the_timeout() -> None:
 def test_a_span_that_comes_twice_is_refused_and_the_first_stays(pair: Pair) -> None:
     send(pair)
     ready = pair.ready()
-    pair.out.write(pair.into.address(), KEY, [Span("page", 1, 11, 0, LAYOUT.page_bytes)])
+    pair.out.write(pair.into.address(), KEY, table([Span("page", 1, 11, 0, LAYOUT.page_bytes)]))
     assert wait(lambda: pair.into.counters()["bad_frames"] == 1)
     pair.receiver.ready(ready)
     assert pair.end() == Arrived(KEY, 20)
@@ -427,12 +436,12 @@ class HandTransport:
         sizes = {"page": tuple(target.pages.shape), "slot": tuple(target.slots.shape)}
         self.inbound = Inbound(CpuMemory(rows_of(target)), sizes, "zeromq", Counters(), self.inbound_events.append)
         self.on_the_way: list[list[bytes]] = []
-        self.waiting: list[tuple[Key, Sequence[Span]]] = []
+        self.waiting: list[tuple[Key, Spans]] = []
         self.cancelled: list[Key] = []  # not yet obeyed
         self.revoked: list[Key] = []  # not yet obeyed
         self._number = 0
 
-    def write(self, peer: str, key: Key, spans: Sequence[Span], secret: bytes = b"") -> None:
+    def write(self, peer: str, key: Key, spans: Spans, secret: bytes = b"") -> None:
         self.waiting.append((key, spans))
 
     def cancel(self, key: Key) -> None:
@@ -446,15 +455,20 @@ class HandTransport:
     def transmit(self, index: int) -> None:
         key, spans = self.waiting.pop(index)
         digests = []
-        for span in spans:
-            data = bytes(self._memory.direct((span.kind, span.src, span.offset, span.nbytes), 0))
-            digests.append(span_digest(key, span.kind, span.dst, span.offset, data))
+        for i, (kind, dst, offset, nbytes, src) in enumerate(spans.tolist()):
+            data = bytes(self._memory.direct((kind, src, offset, nbytes)))
+            digests.append(span_digest(key, kind, dst, offset, data))
             self._number += 1
-            self.on_the_way.append([pack_chunk(Chunk(key, self._number, (span,))), data])
-        self.events.append(Wrote(key, len(spans), sum(span.nbytes for span in spans), combine(digests)))
+            self.on_the_way.append([pack_chunk(Chunk(key, self._number, spans[i : i + 1])), data])
+        self.events.append(Wrote(key, len(spans), num_bytes(spans), combine(digests)))
 
     def deliver(self, frames: list[bytes]) -> None:
+        answers: Any = self
         self.inbound._answer([memoryview(frame) for frame in frames], b"peer")
+        self.inbound.settle(answers, idle=True)
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        """Answers: they take effect with `transmit`."""
 
     def poll(self) -> list[Event]:
         events, self.events = self.events, []
@@ -502,12 +516,48 @@ def test_what_lands_at_the_last_moment_counts_too() -> None:
     receiver.ready(sent.ready)
     assert receiver.poll(0.0) == []
     assert hand.revoked == [KEY]
-    late = Chunk(KEY, 999, (Span("page", 1, 12, 0, LAYOUT.page_bytes),))
+    late = Chunk(KEY, 999, table([Span("page", 1, 12, 0, LAYOUT.page_bytes)]))
     hand.deliver([pack_chunk(late), bytes(LAYOUT.page_bytes)])
     hand.inbound.revoke(hand.revoked.pop())
     (end,) = receiver.poll(0.0)
     assert isinstance(end, Broken)
     assert "page 12 bytes 0..2559 is no part of" in end.reason
+
+
+def test_spans_may_land_in_any_order() -> None:
+    """As they do over several connections."""
+    source, target = small_arena(seed=1), small_arena(seed=2)
+    hand = HandTransport(source, target)
+    transport: Any = hand
+    inward: Any = Inward(hand)
+    sender, receiver = Sender(source, transport), Receiver(target, inward, timeout_s=10.0)
+    sender.open(KEY)
+    sender.granted(receiver.open(KEY, 6, [11, 12, 13]))
+    sender.push(KEY, [5, 3, 4], 4, 2 * PAGE_TOKENS + 5, final=True)
+    hand.transmit(0)
+    for frames in random.Random(3).sample(hand.on_the_way, len(hand.on_the_way)):
+        hand.deliver(frames)
+    (sent,) = sender.poll()
+    assert isinstance(sent, Sent)
+    receiver.ready(sent.ready)
+    assert receiver.poll(0.0) == []
+    hand.inbound.revoke(hand.revoked.pop())
+    assert receiver.poll(0.0) == [Arrived(KEY, 2 * PAGE_TOKENS + 5)]
+
+
+def test_a_span_that_a_transport_says_twice_does_not_stand_for_another() -> None:
+    hand = HandTransport(small_arena(), small_arena())
+    inward: Any = Inward(hand)
+    receiver = Receiver(small_arena(), inward, timeout_s=10.0)
+    receiver.open(KEY, 6, [11])
+    expected = handoff_places(LAYOUT, [11], 6, PAGE_TOKENS)
+    receiver.ready(Ready(*KEY, PAGE_TOKENS, len(expected), num_bytes(expected), 0))
+    hand.inbound_events += [Landed(KEY, expected[:1], 0)] * len(expected)
+    assert receiver.poll(0.0) == []
+    hand.inbound.revoke(hand.revoked.pop())
+    (end,) = receiver.poll(0.0)
+    assert isinstance(end, Broken) and not end.corrupt
+    assert "came twice" in end.reason
 
 
 def test_memory_is_not_free_before_the_transport_has_said_so() -> None:

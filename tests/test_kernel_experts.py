@@ -17,7 +17,7 @@ from kernels.launch import launch
 from kernels.quant import (
     FP4_VALUES,
     Quantised,
-    dequantise_fp4_weight,
+    dequantise_fp4,
     fp4_codes,
     pack_fp4,
     quantise_fp4,
@@ -242,7 +242,7 @@ def test_fragments_hold_what_the_checkpoint_says() -> None:
     scales = torch.randint(110, 122, (64, 8), dtype=torch.uint8, generator=generator)
     packed[5, :16], scales[5, 0] = 0, 200
     scales[7, 3] = 100
-    got, exact = values_of_fragments(*fragments(packed, scales)), dequantise_fp4_weight(packed, scales)
+    got, exact = values_of_fragments(*fragments(packed, scales)), dequantise_fp4(packed, scales)
     exact[5, :32] = 0
     off = got != exact
     assert not off[:7].any() and not off[8:].any() and not off[7, :96].any() and not off[7, 128:].any()

@@ -13,6 +13,7 @@ from tests.kernel_backend import DEVICE, triton_backend  # isort: skip
 
 from kernels import backend, indexer
 from kernels.indexer import Entries, best_reference, physical_rows, score_entries, select_entries, select_entries_reference
+from kernels.quant import FP4_VALUES
 from kernels.ragged import Ragged
 from kernels.rows import PLAIN_DTYPES, IndexRow, write_rows
 from kernels.topk import GROUP, choose_rows
@@ -25,8 +26,8 @@ POISON = 0xFF  # NaN as e4m3, bf16 and float32
 
 
 class Step:
-    """Sequences with `visible` entries each after `new` tokens each. whole: small whole numbers, whose scores are exact in
-    any order of summation and often equal."""
+    """Sequences with `visible` entries each after `new` tokens each. whole: small whole numbers (mxfp4: of a scale for each
+    block), whose scores are exact in any order of summation and often equal."""
 
     def __init__(
         self,
@@ -58,6 +59,8 @@ class Step:
                 continue
             entry = torch.arange(count)
             keys = torch.randint(-2, 3, (count, dim)).float() if whole else torch.randn(count, dim)
+            if kind == "mxfp4":
+                keys *= torch.exp2(torch.randint(-2, 2, (count, dim // 32)).float()).repeat_interleave(32, 1)
             write_rows(self.pages, self.row, table[sequence, entry // page_rows], entry % page_rows, self._pack(keys, whole))
         positions = [position for start, end in zip(starts, ends, strict=True) for position in range(start, end)]
         cu_tokens = [sum(new[:sequence]) for sequence in range(len(new) + 1)]
@@ -77,7 +80,7 @@ class Step:
         self._move()
 
     def _pack(self, keys: Tensor, whole: bool) -> Tensor:
-        if self.row.kind in PLAIN_DTYPES or not whole:
+        if self.row.kind != "fp8" or not whole:
             return self.row.pack(keys)
         scale = torch.full((len(keys), 1), 0.5)
         return torch.cat((keys.to(torch.float8_e4m3fn).view(torch.uint8), scale.view(torch.uint8)), -1)
@@ -133,6 +136,11 @@ def same(got: Entries, wanted: Entries) -> None:
         ([40, 70, 5, 200], [5, 1, 9, 2], 8, {}),  # groups of tokens that hold two sequences
         ([90, 40], [5, 2], 8, {"heads": 64, "page_rows": 64}),
         ([150], [30], 32, {"page_rows": 64}),
+        ([600, 5, 64], [1, 1, 1], 32, {"kind": "mxfp4", "heads": 32}),
+        ([127, 128, 129, 1, 0], [1] * 5, 32, {"kind": "mxfp4", "heads": 64, "page_rows": 64}),
+        ([90, 200], [4, 4], 8, {"kind": "mxfp4"}),
+        ([40, 70, 5, 200], [5, 1, 9, 2], 8, {"kind": "mxfp4", "dim": 64, "page_rows": 4}),
+        ([150], [30], 32, {"kind": "mxfp4", "page_rows": 64}),
     ],
 )
 def test_the_chosen_rows_are_the_references(
@@ -143,14 +151,15 @@ def test_the_chosen_rows_are_the_references(
     same(step.select(topk), step.reference(topk))
 
 
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
 @pytest.mark.parametrize("visible", [[511, 512, 513], [2051, 0, 1]])
-def test_widths_of_the_released_model(triton_backend: backend.Backend, visible: list[int]) -> None:
+def test_widths_of_the_released_model(triton_backend: backend.Backend, visible: list[int], kind: str) -> None:
     torch.manual_seed(4)
-    step = Step(visible, [1] * len(visible), heads=64, page_rows=64)
+    step = Step(visible, [1] * len(visible), kind, heads=64, page_rows=64)
     same(step.select(512), step.reference(512))
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("fp8", 1e-3), ("bf16", 2e-6), ("fp32", 2e-6)])
+@pytest.mark.parametrize(("kind", "tolerance"), [("fp8", 1e-3), ("mxfp4", 1e-3), ("bf16", 2e-6), ("fp32", 2e-6)])
 @pytest.mark.parametrize("new", [1, 2, 4])
 def test_scores_of_random_values(triton_backend: backend.Backend, kind: str, tolerance: float, new: int) -> None:
     """In float32; the tensor cores of a Hopper GPU keep 14 bits of an FP8 product's sum."""
@@ -173,7 +182,7 @@ def test_scores_of_random_values(triton_backend: backend.Backend, kind: str, tol
         assert torch.equal(scores.maxima[token, : -(-count // GROUP)], groups.view(-1, GROUP).amax(1))
 
 
-@pytest.mark.parametrize(("kind", "heads"), [("fp8", 64), ("fp8", 32), ("bf16", 16)])
+@pytest.mark.parametrize(("kind", "heads"), [("fp8", 64), ("fp8", 32), ("mxfp4", 64), ("bf16", 16)])
 @pytest.mark.parametrize("new", [1, 5])
 def test_the_order_of_a_scores_sum_is_not_the_compilers(
     triton_backend: backend.Backend, kind: str, heads: int, new: int
@@ -200,9 +209,29 @@ def test_the_order_of_a_scores_sum_is_not_the_compilers(
         assert torch.equal(scores.values[token, :count], x[0] + x[1])
 
 
-def test_a_row_does_not_depend_on_its_company(triton_backend: backend.Backend) -> None:
+@pytest.mark.parametrize("spread", [0, 26, 27, 100])
+def test_blocks_of_an_mxfp4_key_may_be_far_apart(triton_backend: backend.Backend, spread: int) -> None:
+    """Up to 2^26 exactly; smaller ones count as if they were so large, which is less than float32 resolves of the largest.
+    Every token asks for one channel of entry 0, which holds all codes, and zeros whose scale is the least there is. The tensor
+    cores of a Hopper GPU keep 14 bits of a sum."""
+    step = Step([40], [128], "mxfp4", heads=1)
+    codes = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
+    key = codes.repeat(8) * torch.exp2(-spread * (torch.arange(128) // 32 % 2).float())
+    key[96:] = 0.0
+    first, row = step.batch.page_table[0, :1], torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    write_rows(step.pages, step.row, first, row, step.row.pack(key[None]).to(DEVICE))
+    step.queries = torch.diag(torch.where(key < 0, -1.0, 1.0))[:, None].to(DEVICE, torch.float8_e4m3fn)
+    step.scales, step.head_weights = torch.ones(2, 128, 1, device=DEVICE)
+    got = score_entries(step.queries, step.scales, step.head_weights, step.batch, step.pages, step.row, RATIO, 0, 0, 128)
+    error = (got.values[:, 0].cpu() - key.abs()).abs()
+    room = 0.0 if spread <= 26 else 6 * 2.0**-26
+    assert error.max() <= (room if DEVICE.type == "cpu" else 6 * 2.0**-13)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_a_row_does_not_depend_on_its_company(triton_backend: backend.Backend, kind: str) -> None:
     torch.manual_seed(6)
-    step = Step([300, 40, 129, 0, 222], [1] * 5, whole=False)
+    step = Step([300, 40, 129, 0, 222], [1] * 5, kind, whole=False)
     alone = step.select(32)
     order = torch.tensor([3, 1, 4, 0, 2], device=DEVICE)
     for name in ("positions", "starts", "page_table"):
@@ -229,9 +258,10 @@ def test_a_long_chunk_is_scored_in_blocks(triton_backend: backend.Backend, monke
     same(step.select(8), step.reference(8))
 
 
-def test_pages_beyond_four_gibibytes(triton_backend: backend.Backend) -> None:
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_pages_beyond_four_gibibytes(triton_backend: backend.Backend, kind: str) -> None:
     torch.manual_seed(9)
-    step = Step([300], [1], page_stride=1 << 28)  # 19 pages
+    step = Step([300], [1], kind, page_stride=1 << 28)  # 19 pages
     same(step.select(32), step.reference(32))
 
 

@@ -137,9 +137,25 @@ def test_index_row_is_lossless_for_fp4_within_a_spread() -> None:
     assert torch.equal(row.unpack(row.pack(torch.zeros(1, 128))), torch.zeros(1, 128, dtype=torch.float64))
 
 
-def test_index_rows_are_rotated_and_rounded() -> None:
+def test_mxfp4_index_rows_are_the_released_rounding() -> None:
+    """Codes and scale bytes of the released kernels: what FP4 leaves comes back, however far the blocks are apart."""
+    unit, row = golden.units(), IndexRow("mxfp4", 128, rounded=False)
+    assert row.row_bytes == 68 and (row.value_bytes, row.scale_bytes) == (64, 4)
+    x = unit["fp4_32.x"].reshape(-1, 128)
+    codes, scales = unit["fp4_32.code"].reshape(-1, 128), unit["fp4_32.scale_byte"].reshape(-1, 4)
+    packed = row.pack(x)
+    assert torch.equal(packed[:, :64], codes[:, 0::2] | codes[:, 1::2] << 4) and torch.equal(packed[:, 64:], scales)
+    assert torch.equal(row.unpack(packed), quant.simulate_fp4(x))
+    spread = torch.exp2(torch.tensor([0.0, -14.0, -60.0, 40.0])).repeat_interleave(32)
+    x = quant.simulate_fp4(torch.randn(50, 128) * spread)
+    packed = row.pack(x)
+    assert torch.equal(row.unpack(packed), x) and torch.equal(row.unpack(row.pack(row.unpack(packed))), x)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_index_rows_are_rotated_and_rounded(kind: str) -> None:
     x = torch.randn(128, 5).bfloat16().T
-    row = IndexRow("fp8", 128, rounded=True)
+    row = IndexRow(kind, 128, rounded=True)
     expected = quant.simulate_fp4(quant.hadamard(x))
     assert torch.equal(row.unpack(row.pack(x)), expected)
     assert torch.equal(row.round(x).double(), expected)

@@ -78,7 +78,7 @@ def test_kv_rows(kind: str, dtype: torch.dtype, rounded: bool, channels: int, ro
     assert torch.equal(kv_rows(kv[1:], weight, EPS, turn[1:].contiguous(), row, alone, None), packed[1:])
 
 
-@pytest.mark.parametrize(("kind", "dtype", "rounded"), KINDS)
+@pytest.mark.parametrize(("kind", "dtype", "rounded"), [*KINDS, ("mxfp4", torch.bfloat16, True)])
 @pytest.mark.parametrize(("heads", "dim", "rope_dim"), [(64, 128, 64), (32, 64, 16), (3, 32, 4)])
 def test_index_queries(kind: str, dtype: torch.dtype, rounded: bool, heads: int, dim: int, rope_dim: int) -> None:
     row = IndexRow(kind, dim, rounded)

@@ -11,6 +11,8 @@ from tests.kernel_backend import DEVICE, triton_backend  # before any kernel
 from kernels import backend
 from kernels.cases.spans import make, moved, moved_in_torch
 from kernels.spans import SPAN_WORDS, move_spans, sum_spans
+from kvtransfer.transports.cuda import CudaMemory, SideStream
+from tests.transfer_rig import HostStream, place_table, sums_by_hand
 
 torch.set_num_threads(1)
 
@@ -49,3 +51,28 @@ def test_nothing_beside_a_span_is_touched_or_summed() -> None:
     for total, begin, count in zip(sums[1:5].tolist(), begins, counts, strict=True):
         words = source[begin : begin + count].tolist()
         assert total % (1 << 64) == sum(word * (i * (1 << 50) + 1) for i, word in enumerate(words)) % (1 << 64)
+
+
+def random_bytes(shape: tuple[int, int]) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+
+
+def test_an_arena_is_packed_and_unpacked_by_them() -> None:
+    """Places of both kinds, in turn, of less than a span and of more; around them, nothing changes."""
+    shapes = {"page": (5, 200_064), "slot": (3, 4_096)}
+    source, target = ({kind: random_bytes(shape) for kind, shape in shapes.items()} for _ in range(2))
+    streams = [SideStream(source["page"].device) if DEVICE.type == "cuda" else HostStream() for _ in range(2)]
+    out, into = CudaMemory(source, streams[0], None), CudaMemory(target, streams[1], None)
+    for memory in (out, into):
+        memory.enter()
+    expected = {kind: rows.clone() for kind, rows in target.items()}
+    places = [("slot", 1, 8, 1_000), ("page", 4, 0, 200_064), ("slot", 2, 4_092, 4), ("page", 1, 70_000, 65_540)]
+    for kind, number, offset, nbytes in places:
+        expected[kind][number, offset : offset + nbytes] = source[kind][number, offset : offset + nbytes]
+    packed = out.buffer(sum(place[3] for place in places))
+    sums = out.gather(place_table(places), packed, out.mark()).result()
+    assert into.scatter(packed, place_table(places), into.mark()).result() == sums
+    parts = [bytes(source[kind][number, at : at + size].tolist()) for kind, number, at, size in places]
+    assert packed.tobytes() == b"".join(parts)
+    assert sums == b"".join(sums_by_hand(parts[i]) for i in (1, 3, 0, 2)), "pages first"
+    assert all(torch.equal(target[kind], expected[kind]) for kind in shapes)

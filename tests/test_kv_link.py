@@ -63,7 +63,7 @@ class Tamper:
         memory = transport.inner._inbound._memory
         scatter = memory.scatter
 
-        def faulty(places: Any, parts: Any, mark: Any, look: Any) -> None:
+        def faulty(places: Any, parts: Any, look: Any) -> Any:
             def spoilt(place: Any) -> Any:
                 show = look(place)
 
@@ -75,7 +75,7 @@ class Tamper:
 
                 return seen
 
-            scatter(places, parts, mark, spoilt)
+            return scatter(places, parts, spoilt)
 
         memory.scatter = faulty
 

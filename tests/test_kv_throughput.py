@@ -5,18 +5,23 @@ Prints the table (run pytest with -s); asserts that every byte arrived, and no s
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from kvtransfer.arena import Arena
-from kvtransfer.transports import Landed, Span, Wrote
+from kvtransfer.places import slot_places
+from kvtransfer.spans import num_bytes
+from kvtransfer.transports import Landed, Wrote
 from scripts.bench_kvtransfer import HEADER, BenchConfig, Row, digest_cost, line, run
 from scripts.kv_ends import flash_layout
 from scripts.kv_undigested import UndigestedTransport
 from tests.ports import closed_port
-from tests.transfer_rig import LAYOUT, collect, of_type
+from tests.transfer_rig import LAYOUT, Span, collect, of_type, table
 
 
 @pytest.mark.parametrize("path", ["zeromq", "shm"])
@@ -25,7 +30,7 @@ def test_throughput(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = run(config, show=False)
     assert [(row.path, row.context, row.requests) for row in rows] == [(path, 8192, 1), (path, 8192, 8)]
     layout = flash_layout()
-    mbytes = (32 * layout.page_bytes + sum(nbytes for _, nbytes in layout.live_slot_spans(8192))) / 1e6
+    mbytes = (32 * layout.page_bytes + num_bytes(slot_places(layout, 1, 8192))) / 1e6
     for row in rows:
         assert row.mbytes_a_request == pytest.approx(mbytes)
         assert row.messages_a_request >= mbytes / (4.2 if path == "zeromq" else 16.8)
@@ -49,7 +54,7 @@ def test_an_engine_without_digests_makes_none() -> None:
     source, target = Arena(LAYOUT, 3, 2), Arena(LAYOUT, 3, 2)
     out, into = UndigestedTransport(source), UndigestedTransport(target)
     into.expect((1, 0), 1, [1])
-    out.write(into.address(), (1, 0), [Span("page", 1, 1, 0, 100)])
+    out.write(into.address(), (1, 0), table([Span("page", 1, 1, 0, 100)]))
     assert [event.digest for end in (out, into) for event in of_type(collect(end, len), (Wrote, Landed))] == [0, 0]
     out.close()
     into.close()
@@ -58,6 +63,15 @@ def test_an_engine_without_digests_makes_none() -> None:
 def test_a_decode_side_that_is_not_there_is_one_line() -> None:
     with closed_port() as port, pytest.raises(SystemExit, match=f"answers at 127.0.0.1:{port}: Connection refused"):
         run(BenchConfig(contexts="256", requests="1", connect=f"127.0.0.1:{port}"), show=False)
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = [sys.executable, "-m", "scripts.bench_kvtransfer", "--serve", where]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"bench_kvtransfer: --serve {where}: ") and len(ended.stderr.splitlines()) == 1
 
 
 def test_what_was_not_measured_is_left_empty() -> None:

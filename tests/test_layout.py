@@ -50,6 +50,19 @@ def test_live_slot_spans_are_the_live_bytes(fields: list[Field], tokens: int) ->
     assert all(a + n != b for (a, n), (b, _) in pairwise(spans)), "neighbours are merged"
 
 
+@given(st.lists(ring(), max_size=4), st.integers(0, 60), st.integers(0, 400))
+@settings(max_examples=400, deadline=None)
+def test_short_gaps_are_closed_and_no_others(fields: list[Field], tokens: int, gap_bytes: int) -> None:
+    layout = KVLayout.pack(4, [], fields)
+    live, joined = live_bytes(layout, tokens), layout.live_slot_spans(tokens, gap_bytes).tolist()
+    covered = {byte for offset, nbytes in joined for byte in range(offset, offset + nbytes)}
+    assert live <= covered
+    edges = sorted(live)
+    gaps = {byte for a, b in pairwise(edges) if b - a - 1 <= gap_bytes for byte in range(a + 1, b)}
+    assert covered == live | gaps
+    assert all(b - a - n > gap_bytes for (a, n), (b, _) in pairwise(joined))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 127, 128, 129, 131, 132, 133, 255, 256, 257, 1000, 131_072])
 def test_live_slot_spans_at_the_models_sizes(tokens: int) -> None:
     spans = LAYOUT.live_slot_spans(tokens)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtransfer.places import slot_places
 from model.cache import index_row, kv_layout, kv_row
 from model.config import ModelConfig
 from scripts.released_config import RELEASED
@@ -18,7 +20,7 @@ def test_the_released_layout() -> None:
     """986,624 bytes a page of 256 tokens in 62 fields; rows of 584 and 132 bytes; 44 windows, 21 CSA, 20 HCA layers."""
     config = ModelConfig.from_json(RELEASED)
     layout = kv_layout(config)
-    assert (kv_row(config, "auto").row_bytes, index_row(config, "auto").row_bytes) == (584, 132)
+    assert (kv_row(config, "auto").row_bytes, index_row(config, "auto", "auto").row_bytes) == (584, 132)
     assert (layout.page_bytes, len(layout.page)) == (986_624, 62)
     kinds = [field.kind for field in layout.page]
     assert (kinds.count("csa"), kinds.count("csa_index"), kinds.count("hca")) == (21, 21, 20)
@@ -33,6 +35,11 @@ def test_the_released_layout() -> None:
     live = sum(nbytes for _, nbytes in layout.live_slot_spans(100_003))
     csa = (4 + 3) * (8192 + 2048) * 21
     assert live == 44 * 127 * 592 + csa + 20 * (100_003 % 128) * 4096
+    packed = kv_layout(config, index_keys="mxfp4")
+    assert packed.find(2, "csa_index").row_bytes == 68 and packed.find(2, "csa").row_bytes == 584
+    assert layout.page_bytes - packed.page_bytes == 21 * 64 * 64 and packed.slot == layout.slot
+    assert kv_layout(config, "bf16", index_keys="mxfp4").find(2, "csa_index").row_bytes == 68
+    assert (len(layout.live_slot_spans(32_768)), len(slot_places(layout, 1, 32_768))) == (128, 84)  # windows travel whole
     assert kv_layout(config, "bf16").find(2, "csa").row_bytes == 1024
     assert kv_layout(config, "bf16").find(2, "csa_index").row_bytes == 256
     assert kv_layout(config, "fp32").find(43, "window").row_bytes == 2048
@@ -48,9 +55,19 @@ def test_other_bad_layout_options() -> None:
     config = ModelConfig.from_json(RELEASED)
     with pytest.raises(ValueError, match="kv dtype 'int8' is unknown"):
         kv_layout(config, "int8")
+    with pytest.raises(ValueError, match="index keys 'fp4' are unknown: use one of auto, mxfp4"):
+        kv_layout(config, index_keys="fp4")
+    with pytest.raises(ValueError, match="index_head_dim is 96; it must be a multiple of 64"):
+        kv_layout(replace(config, index_head_dim=96), index_keys="mxfp4")
     with pytest.raises(ValueError, match="rollback_tokens"):
         kv_layout(config, rollback_tokens=-1)
     assert kv_layout(config, rollback_tokens=0).find(0, "window").rows == 128
+
+
+def test_mxfp4_index_keys_are_for_checkpoints_that_round_them_so() -> None:
+    config = ModelConfig.load(golden.model_dir("tiny-bf16"))
+    with pytest.raises(ValueError, match="index keys 'mxfp4': this checkpoint is not quantised"):
+        kv_layout(config, "fp8", index_keys="mxfp4")
 
 
 def test_auto_kv_dtype_follows_the_checkpoint() -> None:

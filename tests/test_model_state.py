@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.batch import Batch, Row
-from model.cache import ROLLBACK_TOKENS, index_row, kv_row
+from model.cache import ROLLBACK_TOKENS
 from model.runner import Runner
 from tests import golden
 
@@ -115,7 +115,7 @@ def keep_live(model: Runner, slot: int, length: int) -> None:
     for field in layout.page:
         for page_number, page in enumerate(golden.pages_of(slot)):
             rows = min(max(length // field.stride - page_number * field.rows, 0), field.rows)
-            row = (index_row if field.kind == "csa_index" else kv_row)(model.config, model.kv_dtype)
+            row = golden.row_of(model, field.kind)
             scales_at = field.offset + field.rows * row.value_bytes  # a page keeps values and scales apart
             for offset, nbytes in ((field.offset, row.value_bytes), (scales_at, row.scale_bytes)):
                 span = slice(offset, offset + rows * nbytes)
@@ -164,12 +164,28 @@ def test_drafts_after_a_rollback_and_in_company(name: str) -> None:
     assert_same(name, torch.cat((got[0], got[2], got[3])), expected)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp32"])
-def test_the_quantised_model_has_one_kv_value_in_every_format(kv_dtype: str) -> None:
-    """Its rows are rounded to FP8 before they are stored, so a wider row changes no bit; but the kernel that reads it may."""
+@pytest.mark.parametrize("length", [3, 4, 131, 256])
+def test_only_live_bytes_of_mxfp4_keys_are_read(length: int) -> None:
+    _, ids, expected = whole("tiny-fp8fp4", "len257")
+    model = golden.runner("tiny-fp8fp4", index_keys="mxfp4")
+    poison(model)
+    golden.run(model, [(1, ids[:length], 0)])
+    keep_live(model, slot=1, length=length)
+    got = golden.logits_in_chunks(model, ids[length : length + 6], [1, 4, 1], start=length)
+    assert_same("tiny-fp8fp4", got, expected[length : length + 6])
+
+
+@pytest.mark.parametrize(("kv_dtype", "index_keys"), [("bf16", "auto"), ("fp32", "auto"), ("auto", "mxfp4"), ("bf16", "mxfp4")])
+def test_the_quantised_model_has_one_kv_value_in_every_format(kv_dtype: str, index_keys: str) -> None:
+    """Its rows are rounded to FP8 before they are stored, index keys to FP4, so a wider row changes no bit; but the kernel that
+    reads it may."""
     ids = golden.prompt("tiny-fp8fp4", "len257")[0]
     expected = golden.logits_in_chunks(golden.runner("tiny-fp8fp4"), ids, [100])
-    assert_same("tiny-fp8fp4", golden.logits_in_chunks(golden.runner("tiny-fp8fp4", kv_dtype), ids, [100]), expected)
+    assert_same(
+        "tiny-fp8fp4",
+        golden.logits_in_chunks(golden.runner("tiny-fp8fp4", kv_dtype, index_keys=index_keys), ids, [100]),
+        expected,
+    )
 
 
 @pytest.mark.parametrize(("kv_dtype", "limit"), [("bf16", 0.1), ("fp8", 0.6)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,30 @@ def test_one_prompt_on_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
     limits = case.js["tolerance"][case.js["default_profile"]]
     assert (logits[0] - stored).square().mean().sqrt() <= limits["last_rms"]
     assert int(logits[0].argmax()) == tokens[0]
+
+
+@pytest.mark.usefixtures(triton_backend.__name__)
+def test_the_last_token_of_a_prompt_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind 126 tokens of the references: the indexer chooses 8 of 31 entries, whose keys are MXFP4."""
+    kernels, name = backend.active(), "tiny-fp8fp4"
+    case, (ids, tokens) = golden.case(name), golden.prompt(name, "len127")
+    sizes: dict[str, Any] = {"page_tokens": golden.PAGE_TOKENS, "num_pages": 8, "num_slots": 3, "index_keys": "mxfp4"}
+    reference = Runner(golden.model_dir(name), "cpu", **sizes)
+    backend.use(kernels)
+    monkeypatch.setattr(backend, "choose", lambda device: backend.active())
+    model = Runner(golden.model_dir(name), str(DEVICE), **sizes)
+    backend.use(backend.REFERENCE)
+    reference.forward(Batch.build([Row(ids[:-1], 0, 1, [1])], golden.PAGE_TOKENS))
+    backend.use(kernels)
+    model.arena.pages.copy_(reference.arena.pages)
+    model.arena.slots.copy_(reference.arena.slots)
+    with Poisoned(WORKSPACE_BYTES, DEVICE).active():
+        streams = model.forward(Batch.build([Row(ids[-1:], 126, 1, [1])], golden.PAGE_TOKENS, DEVICE))
+        logits = model.logits(streams)[0].cpu()
+    stored = torch.from_numpy(case.t["len127.last_logits"].copy())
+    limits = case.js["tolerance"][case.js["default_profile"]]
+    assert (logits - stored).square().mean().sqrt() <= limits["last_rms"]
+    assert int(logits.argmax()) == tokens[0]
 
 
 @pytest.mark.usefixtures(triton_backend.__name__)

@@ -81,6 +81,14 @@ def test_a_port_that_is_none_is_refused_with_the_range(
     parse(program, "any", [*flags, "65535"])
 
 
+@pytest.mark.parametrize("flag", ["--router-args", "--prefill-args", "--decode-args"])
+def test_flags_for_a_process_that_cannot_be_split_are_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(LocalConfig, "launch_local", [f"{flag}=--log 'a b"])
+    assert stop.value.code == 2
+    assert f"{flag} cannot be split into flags: No closing quotation" in capsys.readouterr().err
+
+
 def test_a_bool_without_default_is_required() -> None:
     with pytest.raises(SystemExit):
         parse(Strict, "worker", [])

@@ -10,16 +10,30 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.receiver import Arrived, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent
-from kvtransfer.transports import Drained, Landed, Lost, Span, Wrote
+from kvtransfer.transports import Drained, Landed, Lost, Wrote
 from kvtransfer.transports.frame import LANDED, REFUSED, BadFrame
 from kvtransfer.transports.seal import TAG_BYTES, Seal, new_secret
-from kvtransfer.transports.window import Ground
-from tests.transfer_rig import LAYOUT, PAGE_TOKENS, RawReceiver, RawSender, collect, header, small_arena, thread_transport, wait
+from kvtransfer.transports.window import Window
+from tests.transfer_rig import (
+    LAYOUT,
+    PAGE_TOKENS,
+    Place,
+    RawReceiver,
+    RawSender,
+    Span,
+    collect,
+    header,
+    place_table,
+    small_arena,
+    table,
+    thread_transport,
+    wait,
+)  # fmt: skip
 
 KEY = (7, 0)
 PAGE = LAYOUT.page_bytes
@@ -69,7 +83,7 @@ def test_a_sealed_hand_off_arrives(path: str) -> None:
 def test_nothing_leaves_in_the_clear(context: zmq.Context[Any]) -> None:
     source = small_arena(seed=1)
     sender, peer = thread_transport(source), RawReceiver(context)
-    sender.write(peer.address, KEY, [Span("page", 1, 1, 0, PAGE), Span("slot", 1, 1, 0, 40)], SECRET)
+    sender.write(peer.address, KEY, table([Span("page", 1, 1, 0, PAGE), Span("slot", 1, 1, 0, 40)]), SECRET)
     _, payload = peer.next()
     assert len(payload) == PAGE + 40 + TAG_BYTES
     assert bytes(source.pages[1, :16].tolist()) not in payload
@@ -174,16 +188,33 @@ def test_a_hand_off_that_a_stranger_meddled_with_arrives_whole(context: zmq.Cont
     into.close()
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8), st.sampled_from([1, 2])), max_size=30))
-def test_ground_knows_every_byte_that_is_taken(draws: list[tuple[int, int, int]]) -> None:
-    ground = Ground()
-    taken: set[tuple[int, int]] = set()
-    for begin, nbytes, page in draws:
-        place, cells = ("page", page, begin, nbytes), {(page, at) for at in range(begin, begin + nbytes)}
-        assert ground.overlaps(place) == bool(cells & taken)
-        if not cells & taken:
-            ground.add(place)
-            taken |= cells
+WIDTH = 20  # bytes of a row of the arena below, which has 4 pages and 3 slots
+numbers = st.sampled_from([0, 1, 2, 2, 3, 4, 5, 6, 2**32 - 1])
+a_place = st.tuples(st.sampled_from(["page", "page", "slot"]), numbers, st.integers(0, WIDTH), st.integers(1, 8))
+anywhere = st.tuples(st.sampled_from(["page", "slot"]), numbers, st.integers(0, 2**32 - 1), st.integers(1, 2**32 - 1))
+
+
+@given(st.sets(st.integers(1, 3)), st.lists(st.lists(a_place | anywhere, min_size=1, max_size=3), max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_a_window_knows_every_byte_that_may_still_be_written(pages: set[int], chunks: list[list[Place]]) -> None:
+    window = Window(2, list(pages), {"page": (4, WIDTH), "slot": (3, WIDTH)}, 0, None)
+    missing = {("page", page, at) for page in pages for at in range(WIDTH)} | {("slot", 2, at) for at in range(WIDTH)}
+    for number, chunk in enumerate(chunks):
+        wanted = [(kind, row, at) for kind, row, begin, nbytes in chunk for at in range(begin, begin + min(nbytes, WIDTH + 1))]
+        if missing.issuperset(wanted) and len(set(wanted)) == len(wanted):
+            window.land(number, window.claim(place_table(chunk)))
+            missing.difference_update(wanted)
+        else:
+            with pytest.raises(BadFrame):
+                window.claim(place_table(chunk))
+
+
+@pytest.mark.parametrize("offset", [4095 << 20, 2**32 - (1 << 20)], ids=["on it", "and past 32 bits"])
+def test_another_pages_bytes_are_not_had_by_way_of_a_granted_one(offset: int) -> None:
+    """By an offset that is larger than a page."""
+    window = Window(1, [1, 4096], {"page": (5000, 1 << 20), "slot": (2, 64)}, 0, None)
+    with pytest.raises(BadFrame, match="page 1 "):
+        window.claim(place_table([("page", 1, offset, 1 << 20)]))
 
 
 def test_a_replayed_chunk_does_not_land_again(context: zmq.Context[Any]) -> None:
@@ -239,7 +270,7 @@ def test_a_secret_of_another_length_is_refused_where_it_comes_in(secret: bytes) 
     assert isinstance(lost, SendLost)
     assert f"grant: a secret of {len(secret)} bytes; it has 16 or 32" in lost.reason
     with pytest.raises(ValueError, match="16 or 32"):
-        out.write(into.address(), (8, 0), [Span("page", 1, 5, 0, PAGE)], secret)
+        out.write(into.address(), (8, 0), table([Span("page", 1, 5, 0, PAGE)]), secret)
     with pytest.raises(ValueError, match="16 or 32"):
         into.expect((8, 0), 4, [6], secret)
     out.close()
@@ -249,11 +280,11 @@ def test_a_secret_of_another_length_is_refused_where_it_comes_in(secret: bytes) 
 def test_a_sender_without_the_secret_is_refused() -> None:
     out, into = thread_transport(small_arena()), thread_transport(small_arena())
     into.expect(KEY, 3, [5], SECRET)
-    out.write(into.address(), KEY, [Span("page", 1, 5, 0, PAGE)])
+    out.write(into.address(), KEY, table([Span("page", 1, 5, 0, PAGE)]))
     (lost,) = collect(out, len)
     assert isinstance(lost, Lost)
     assert "refuses the bytes" in lost.reason
-    out.write(into.address(), (8, 0), [Span("page", 1, 5, 0, PAGE)], new_secret())
+    out.write(into.address(), (8, 0), table([Span("page", 1, 5, 0, PAGE)]), new_secret())
     into.expect((8, 0), 3, [5])  # and bytes that are sealed do not fit where none are expected to be
     assert not [event for event in collect(out, len) if isinstance(event, Wrote)]
     out.close()

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,3 +241,15 @@ def test_a_bf16_cache_serves_the_golden_tokens() -> None:
         for name in ("len5", "len131", "len300"):
             ids, tokens = golden.prompt("tiny-bf16", name)
             assert server.complete(prompt=ids, max_tokens=len(tokens), temperature=0).ids() == tokens
+
+
+def test_mxfp4_index_keys_serve_the_golden_tokens_beside_no_pool_with_others() -> None:
+    model, flags = golden.model_dir("tiny-fp8fp4"), "--index-keys mxfp4"
+    with running(model, prefill_args=flags, decode_args=flags) as server:
+        for name in ("len5", "len131", "len300"):
+            got = server.complete(**greedy("tiny-fp8fp4", name) | {"logprobs": None}).ids()
+            assert golden.goes_on_like("tiny-fp8fp4", name, got)
+        inbox = server.system.children[0].line("inbox ")
+        command = [sys.executable, "-m", "decode", "--model", model, "--router", inbox]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+        assert done.returncode == 3 and "index_keys differs: 'mxfp4'" in done.stderr, done.stderr

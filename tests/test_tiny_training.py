@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight, simulate_fp4, simulate_fp8
+from kernels.quant import dequantise_fp4, dequantise_fp8_weight, simulate_fp4, simulate_fp8
 from model.batch import Batch, Row
 from model.runner import Runner
 from scripts.tiny_data import World, train_tokenizer
@@ -77,7 +77,7 @@ def test_what_is_written_is_what_was_trained_with(world: World) -> None:
     stored = dequantise_fp8_weight(tensors[f"{name}.weight"], tensors[f"{name}.scale"].view(torch.uint8))
     assert torch.equal(fp8_weight(model.parameters[f"{name}.weight"].detach()).double(), stored)
     name = "layers.4.ffn.experts.5.w1"
-    stored = dequantise_fp4_weight(tensors[f"{name}.weight"], tensors[f"{name}.scale"].view(torch.uint8))
+    stored = dequantise_fp4(tensors[f"{name}.weight"], tensors[f"{name}.scale"].view(torch.uint8))
     assert torch.equal(fp4(model.parameters["layers.4.ffn.experts.w1"].detach()[5]).double(), stored)
 
 

@@ -25,11 +25,13 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import backend
 from kvtransfer.arena import Arena
 from kvtransfer.digest import SpanDigests, chunk_digest, combine, span_digest
 from kvtransfer.layout import Field, KVLayout
 from kvtransfer.sharing import SharedMemory
-from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Place, Span, Transport, Wrote, open_transport
+from kvtransfer.spans import KIND, KINDS, SPAN_BYTES, num_bytes
+from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Transport, Wrote, open_transport
 from kvtransfer.transports.bulk import BulkTransport, _keep_freed_memory
 from kvtransfer.transports.channel import REASON_BYTES, Channel, channel_pair, unpack_event
 from kvtransfer.transports.counters import Counters
@@ -57,7 +59,8 @@ from kvtransfer.transports.frame import (
     unpack_hello,
     unpack_welcome,
 )  # fmt: skip
-from kvtransfer.transports.memory import CpuMemory
+from kvtransfer.transports.jobs import Job, Jobs
+from kvtransfer.transports.memory import CpuMemory, Task
 from kvtransfer.transports.outbound import CHUNK_BYTES, RETEST_S, _send_frames
 from kvtransfer.transports.packer import DIRECT_BYTES
 from scripts.bench_kvtransfer import BenchConfig, Source, run
@@ -66,16 +69,22 @@ from tests.transfer_rig import (
     LAYOUT,
     PATIENCE_S,
     Faultless,
+    Place,
     Proxy,
     RawReceiver,
     RawSender,
+    Span,
     ThreadTransport,
     collect,
     header,
+    named_places,
+    named_spans,
     of_type,
+    place_table,
     rigged_transport,
     small_arena,
     sums_by_hand,
+    table,
     thread_transport,
     wait,
 )  # fmt: skip
@@ -96,12 +105,13 @@ def context() -> Iterator[zmq.Context[Any]]:
     context.destroy(linger=0)
 
 
-@pytest.fixture(params=[*PATHS, "faults"])
+@pytest.fixture(params=[*PATHS, "device", "faults"])
 def opener(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
-    """Opens transports of the kind under test, and closes them. "faults" is the wrapper, with none ordered; "cuda_ipc" works
-    on a GPU where there is one, on the tensors of the CPU elsewhere."""
-    if request.param == "cuda_ipc" and torch.cuda.is_available():
+    """Opens transports of the kind under test, and closes them. "faults" is the wrapper, with none ordered; "cuda_ipc" and
+    "device" work on a GPU where there is one, on the tensors of the CPU elsewhere."""
+    if request.param in ("device", "cuda_ipc") and torch.cuda.is_available():
         monkeypatch.setattr("tests.transfer_rig.DEVICE", "cuda")
+        monkeypatch.setattr(backend, "_active", backend.of_gpu(torch.device("cuda")))
     yield from openers(request.param)
 
 
@@ -128,11 +138,11 @@ def page_span(src: int, dst: int) -> Span:
 
 
 def landed_places(events: list[Any], key: tuple[int, int] = KEY) -> list[Place]:
-    return [place for event in of_type(events, Landed) if event.key == key for place in event.places]
+    return [place for event in of_type(events, Landed) if event.key == key for place in named_places(event.places)]
 
 
 def landed_places_of_all(events: list[Any]) -> list[Place]:
-    return [place for event in of_type(events, Landed) for place in event.places]
+    return [place for event in of_type(events, Landed) for place in named_places(event.places)]
 
 
 def bad_frames(transport: Transport) -> int:
@@ -148,7 +158,7 @@ def test_bytes_land_where_they_should_and_nowhere_else(opener: Opener) -> None:
     before_pages, before_slots = target.pages.clone(), target.slots.clone()
     receiver.expect(KEY, 3, [5, 9])
     slot_spans = [Span("slot", 2, 3, offset, 40) for offset in range(0, SLOT - 40, 80)]
-    sender.write(receiver.address(), KEY, [page_span(1, 9), page_span(2, 5), *slot_spans])
+    sender.write(receiver.address(), KEY, table([page_span(1, 9), page_span(2, 5), *slot_spans]))
     spans = collect(receiver, lambda events: len(landed_places(events)) == 2 + len(slot_spans))
     assert landed_places(spans) == [page_span(1, 9).place, page_span(2, 5).place, *[span.place for span in slot_spans]]
     before_pages[9], before_pages[5] = source.pages[1], source.pages[2]
@@ -164,15 +174,17 @@ def test_digests_agree_and_are_of_the_bytes(opener: Opener) -> None:
     source, target = small_arena(seed=1), small_arena(seed=2)
     sender, receiver = opener(source), opener(target)
     receiver.expect(KEY, 3, [5])
-    sender.write(receiver.address(), KEY, [page_span(1, 5), Span("slot", 2, 3, 64, 100)])
+    sender.write(receiver.address(), KEY, table([page_span(1, 5), Span("slot", 2, 3, 64, 100)]))
     wrote = collect(sender, len)
     landed = collect(receiver, lambda events: len(landed_places(events)) == 2)
     parts = [bytes(source.pages[1].tolist()), bytes(source.slots[2, 64:164].tolist())]
     places = [("page", 5, 0, PAGE), ("slot", 3, 64, 100)]
     if isinstance(sender.inner._outbound._memory, CudaMemory):
-        digest = chunk_digest(KEY, places, b"".join(map(sums_by_hand, parts)))
+        digest = chunk_digest(KEY, place_table(places), b"".join(map(sums_by_hand, parts)))
     else:
-        digest = combine(span_digest(KEY, *place[:3], part) for place, part in zip(places, parts, strict=True))
+        digest = combine(
+            (span_digest(KEY, KINDS.index("page"), 5, 0, parts[0]), span_digest(KEY, KINDS.index("slot"), 3, 64, parts[1]))
+        )
     assert wrote == [Wrote(KEY, 2, PAGE + 100, digest)]
     assert combine(event.digest for event in of_type(landed, Landed)) == digest
 
@@ -183,7 +195,7 @@ def test_the_digest_is_of_what_landed_in_the_arena(opener: Opener, monkeypatch: 
     sender, receiver = opener(source), opener(target)
     memory = receiver.inner._inbound._memory
 
-    def faulty(places: Any, parts: Any, mark: Any, look: Any) -> None:
+    def faulty(places: Any, parts: Any, look: Any) -> Any:
         def spoilt(place: Any) -> Any:
             show = look(place)
 
@@ -193,7 +205,7 @@ def test_the_digest_is_of_what_landed_in_the_arena(opener: Opener, monkeypatch: 
 
             return seen
 
-        scatter(places, parts, mark, spoilt)
+        return scatter(places, parts, spoilt)
 
     def faulty_sums(tables: Any) -> Any:
         target.pages[5, 17] ^= 1
@@ -206,7 +218,7 @@ def test_the_digest_is_of_what_landed_in_the_arena(opener: Opener, monkeypatch: 
         scatter = memory.scatter
         monkeypatch.setattr(memory, "scatter", faulty)
     receiver.expect(KEY, 3, [5])
-    sender.write(receiver.address(), KEY, [page_span(1, 5)])
+    sender.write(receiver.address(), KEY, table([page_span(1, 5)]))
     assert of_type(collect(sender, len), Wrote)[0].digest != of_type(collect(receiver, len), Landed)[0].digest
 
 
@@ -215,7 +227,7 @@ def test_spans_of_one_hand_off_land_in_the_order_they_were_written(opener: Opene
     sender, receiver = opener(source), opener(target)
     receiver.expect(KEY, 1, list(range(1, 400)))
     for dst in range(1, 400):
-        sender.write(receiver.address(), KEY, [page_span(dst % 30, dst)])
+        sender.write(receiver.address(), KEY, table([page_span(dst % 30, dst)]))
     events = collect(receiver, lambda events: (sender.poll(), len(landed_places(events)) == 399)[1])
     assert [place[1] for place in landed_places(events)] == list(range(1, 400))
 
@@ -224,9 +236,9 @@ def test_small_spans_share_a_message(zeromq_opener: Opener, context: zmq.Context
     sender, peer = zeromq_opener(small_arena()), RawReceiver(context)
     spans = [Span("slot", 1, 2, offset, 3) for offset in range(0, SLOT - 3, 7)]
     assert len(spans) > 300
-    sender.write(peer.address, KEY, spans)
+    sender.write(peer.address, KEY, table(spans))
     chunk, payload = peer.next()
-    assert (chunk.key, list(chunk.spans), len(payload)) == (KEY, spans, 3 * len(spans))
+    assert (chunk.key, named_spans(chunk.spans), len(payload)) == (KEY, spans, 3 * len(spans))
 
 
 def big_arena(num_pages: int = 3) -> Arena:
@@ -243,13 +255,32 @@ def test_large_writes_are_cut_into_chunks_of_bounded_size(zeromq_opener: Opener,
     sender, peer = zeromq_opener(big_arena(10)), RawReceiver(context)
     spans = [big_span(page, page) for page in range(1, 10)]
     spans += [Span("slot", 1, 1, row * 64, 64) for row in range(4000)]
-    sender.write(peer.address, KEY, spans)
+    sender.write(peer.address, KEY, table(spans))
     got: list[Span] = []
     while len(got) < len(spans):
         chunk, payload = peer.next()
         assert len(payload) <= CHUNK_BYTES
-        got += chunk.spans
+        got += named_spans(chunk.spans)
     assert got == spans
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cuts"),
+    [
+        ([4, 6, 10, 1, 9], [2, 1, 2]),
+        ([4, 7, 10, 1, 10], [1, 1, 1, 1, 1]),
+        ([25, 3, 11, 2, 2], [1, 1, 1, 2]),  # a span is never cut
+        ([0] * (MAX_SPANS + 5), [MAX_SPANS, 5]),
+    ],
+    ids=["full", "a byte too many", "larger than a chunk", "as many as there may be"],
+)
+def test_a_chunk_has_as_many_spans_as_fit(sizes: list[int], cuts: list[int]) -> None:
+    jobs, spans = Jobs(lambda event: None, iter(range(9))), table(Span("page", 1, 1, 0, size) for size in sizes)
+    jobs.add(Job("peer", KEY, spans, 0, None))
+    pieces = [jobs.next_piece("peer", 10) for _ in range(len(cuts) + 1)]
+    assert [len(piece.spans) for piece in pieces if piece] == cuts and pieces[-1] is None
+    assert np.array_equal(np.concatenate([piece.spans for piece in pieces if piece]), spans)
+    assert sum(piece.num_bytes for piece in pieces if piece) == sum(sizes)
 
 
 def test_two_hundred_hand_offs_at_once(opener: Opener) -> None:
@@ -260,7 +291,7 @@ def test_two_hundred_hand_offs_at_once(opener: Opener) -> None:
         receiver.expect((i, 0), i + 1, [2 * i + 1, 2 * i + 2])
     for i in range(count):
         spans = [page_span(i + 1, 2 * i + 2), page_span(count - i, 2 * i + 1)]
-        senders[i % 2].write(receiver.address(), (i, 0), spans)
+        senders[i % 2].write(receiver.address(), (i, 0), table(spans))
     events = collect(
         receiver, lambda events: ([each.poll() for each in senders], len(landed_places_of_all(events)) == 2 * count)[1]
     )
@@ -275,7 +306,7 @@ def test_the_descriptor_is_readable_exactly_while_there_are_events(opener: Opene
     sender, receiver = opener(small_arena()), opener(small_arena())
     receiver.expect(KEY, 1, [1])
     assert not select.select([receiver.fileno()], [], [], 0)[0]
-    sender.write(receiver.address(), KEY, [page_span(1, 1)])
+    sender.write(receiver.address(), KEY, table([page_span(1, 1)]))
     assert select.select([receiver.fileno()], [], [], PATIENCE_S)[0]
     assert len(receiver.poll()) == 1
     assert not select.select([receiver.fileno()], [], [], 0)[0]
@@ -311,14 +342,12 @@ def test_a_port_that_cannot_be_had_is_said() -> None:
     "span",
     [
         Span("page", 99, 1, 0, 1),
-        Span("page", -1, 1, 0, 1),
+        Span("page", 2**32 - 1, 1, 0, 1),
         Span("page", 1, 1, 0, 0),
-        Span("page", 1, 1, -1, 5),
+        Span("page", 1, 1, 2**32 - 1, 5),
         Span("page", 1, 1, 1, PAGE),
         Span("slot", 1, 1, 0, SLOT + 1),
-        Span("page", 1, 2**32, 0, 1),
-        Span("page", 1, -1, 0, 1),
-        Span("block", 1, 1, 0, 1),
+        Span("slot", 16, 1, 0, 1),
     ],
     ids=repr,
 )
@@ -326,21 +355,25 @@ def test_a_span_that_cannot_be_is_refused_and_nothing_is_queued(
     zeromq_opener: Opener, context: zmq.Context[Any], span: Span
 ) -> None:
     sender, peer = zeromq_opener(small_arena()), RawReceiver(context)
-    with pytest.raises(ValueError, match="Span"):
-        sender.write(peer.address, KEY, [page_span(1, 1), span])
+    with pytest.raises(ValueError, match=f"{span.kind} {span.src} bytes {span.offset}.* not inside our arena"):
+        sender.write(peer.address, KEY, table([page_span(1, 1), span]))
+    unknown = table([page_span(1, 1)])
+    unknown[:, KIND] = 2
+    with pytest.raises(ValueError, match="kind 2"):
+        sender.write(peer.address, KEY, unknown)
     assert peer.silent()
 
 
 @pytest.mark.parametrize("count", [0, MAX_SPANS + 1])
 def test_a_write_of_no_or_too_many_spans_is_refused(zeromq_opener: Opener, count: int) -> None:
     with pytest.raises(ValueError, match="1 to 4096 spans"):
-        zeromq_opener(small_arena()).write("tcp://127.0.0.1:1", KEY, [page_span(1, 1)] * count)
+        zeromq_opener(small_arena()).write("tcp://127.0.0.1:1", KEY, table([page_span(1, 1)] * count))
 
 
 @pytest.mark.parametrize("key", [(-1, 0), (2**64, 0), (0, -1), (0, 2**32)])
 def test_a_key_that_does_not_fit_is_refused(zeromq_opener: Opener, key: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="64 bits"):
-        zeromq_opener(small_arena()).write("tcp://127.0.0.1:1", key, [page_span(1, 1)])
+        zeromq_opener(small_arena()).write("tcp://127.0.0.1:1", key, table([page_span(1, 1)]))
 
 
 @pytest.mark.parametrize(("slot", "pages"), [(0, [1]), (99, [1]), (1, [0]), (1, [1, 32])])
@@ -372,7 +405,7 @@ BAD_FRAMES: dict[str, list[bytes]] = {
     "more frames than spans": [*GOOD, b"more"],
     "many frames": [GOOD[0]] * 50,
     "wrong magic": [b"pdK0" + GOOD[0][4:], GOOD[1]],
-    "unknown flag": [GOOD[0][:4] + b"\x04" + GOOD[0][5:], GOOD[1]],
+    "unknown flag": [GOOD[0][:4] + b"\x08" + GOOD[0][5:], GOOD[1]],
     "no spans": whole(KEY, []),
     "wrong rid": whole((8, 0), [("page", 5, 0, 100)]),
     "wrong attempt": whole((7, 1), [("page", 5, 0, 100)]),
@@ -384,6 +417,8 @@ BAD_FRAMES: dict[str, list[bytes]] = {
     "over the end": whole(KEY, [("page", 5, PAGE - 99, 100)]),
     "offset outside": whole(KEY, [("page", 5, 2**32 - 1, 100)]),
     "slot over the end": whole(KEY, [("slot", 3, SLOT, 1)]),
+    "a kind that there is not": [GOOD[0][:-SPAN_BYTES] + b"\x02" + GOOD[0][1 - SPAN_BYTES :], GOOD[1]],
+    "a kind of more than a byte": [GOOD[0][: 1 - SPAN_BYTES] + b"\x01" + GOOD[0][2 - SPAN_BYTES :], GOOD[1]],
     "empty span": whole(KEY, [("page", 5, 0, 0), ("page", 5, 0, 10)]),
     "good span, then bad one": whole(KEY, [("page", 5, 0, 100), ("page", 6, 0, 100)]),
     "the same span twice": whole(KEY, [("page", 5, 0, 100), ("page", 5, 0, 100)]),
@@ -409,7 +444,7 @@ def test_a_bad_frame_is_counted_dropped_and_touches_nothing(
     assert torch.equal(target.pages, before_pages)
     assert torch.equal(target.slots, before_slots)
     assert receiver.poll() == []
-    sender.write(receiver.address(), KEY, [page_span(1, 5)])  # and the good ones still land
+    sender.write(receiver.address(), KEY, table([page_span(1, 5)]))  # and the good ones still land
     collect(receiver, len)
     assert torch.equal(target.pages[5], source.pages[1])
 
@@ -453,8 +488,8 @@ def test_a_changed_header_is_consistent_or_bad(data: st.DataObject) -> None:
         split_payload(chunk.spans, [memoryview(bytes(42))])
     except BadFrame:
         return
-    assert sum(span.nbytes for span in chunk.spans) == 42
-    assert unpack_chunk(pack_chunk(chunk)) == chunk
+    assert num_bytes(chunk.spans) == 42
+    assert pack_chunk(unpack_chunk(pack_chunk(chunk))) == pack_chunk(chunk)
 
 
 mutations = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=4)
@@ -492,7 +527,7 @@ def test_fuzz_of_the_bulk_port(zeromq_opener: Opener, context: zmq.Context[Any])
     before = resident_bytes()
     fuzz()
     receiver.expect((8, 0), 4, [9])
-    sender.write(receiver.address(), (8, 0), [page_span(1, 9)])
+    sender.write(receiver.address(), (8, 0), table([page_span(1, 9)]))
     collect(receiver, lambda events: landed_places(events, (8, 0)))
     assert resident_bytes() - before < 30 << 20
 
@@ -508,7 +543,7 @@ def test_fuzz_of_the_bulk_port(zeromq_opener: Opener, context: zmq.Context[Any])
 def test_junk_on_a_sending_connection_is_counted_and_changes_nothing(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
     """A receiver that answers nonsense."""
     sender, peer = zeromq_opener(small_arena()), RawReceiver(context)
-    sender.write(peer.address, KEY, [page_span(1, 1)])
+    sender.write(peer.address, KEY, table([page_span(1, 1)]))
     assert peer.socket.poll(1000 * PATIENCE_S)
     identity, _ = peer.socket.recv_multipart()
     for junk in (b"", b"x", os.urandom(100), pack_ack(Ack(77, LANDED)), pack_ack(Ack(1, LANDED))[:-1], b"pdW2\x09"):
@@ -549,7 +584,7 @@ def test_an_oversize_frame_ends_that_connection_only(opener: Opener) -> None:
     with zmtp(receiver.address()) as raw:
         raw.sendall(b"\x02" + struct.pack(">Q", CHUNK_BYTES * 2))
         assert closed_by_peer(raw)
-    sender.write(receiver.address(), KEY, [page_span(1, 5)])
+    sender.write(receiver.address(), KEY, table([page_span(1, 5)]))
     collect(receiver, len)
     assert torch.equal(target.pages[5], source.pages[1])
 
@@ -567,7 +602,7 @@ def test_a_connection_that_ends_inside_a_frame_leaves_nothing(opener: Opener) ->
             time.sleep(0.01)
     time.sleep(0.05)
     assert torch.equal(target.pages[5], before)
-    sender.write(receiver.address(), KEY, [page_span(1, 5)])
+    sender.write(receiver.address(), KEY, table([page_span(1, 5)]))
     collect(receiver, len)
     assert torch.equal(target.pages[5], source.pages[1])
 
@@ -579,29 +614,67 @@ def large_rows(num_pages: int) -> tuple[CpuMemory, dict[str, Any], list[Any]]:
     return CpuMemory(rows), rows, [generator.integers(0, 256, 4 << 20, dtype=np.uint8) for _ in range(num_pages)]
 
 
-def test_two_threads_put_a_large_chunk_in_its_places() -> None:
+def test_several_threads_put_a_large_chunk_in_its_places() -> None:
     memory, rows, parts = large_rows(5)
-    places, threads = [("page", number, 0, 4 << 20) for number in (3, 0, 4, 1, 2)], set()
-    digests = SpanDigests(KEY)
+    places, threads = place_table(("page", number, 0, 4 << 20) for number in (3, 0, 4, 1, 2)), set[int]()
+    digests, two, one_at_a_time = SpanDigests(KEY), threading.Barrier(2), threading.Lock()
 
     def look(place: Any) -> Any:
-        threads.add(threading.get_ident())
-        return digests.begin(place)
+        show = digests.begin(place)
 
-    memory.scatter(places, parts, 0, look)
+        def seen(piece: Any) -> None:
+            with one_at_a_time:
+                new = len(threads) < 2 and threading.get_ident() not in threads
+                threads.add(threading.get_ident())
+            if new:
+                two.wait(30.0)
+            show(piece)
+
+        return seen
+
+    memory.scatter(places[:4], parts[:4], look).result()
+    begun = memory.scatter(places[4:], parts[4:], digests.begin)
+    assert wait(begun.over), "without anybody who waits for it"
+    assert begun.result() == b""
     assert all(np.array_equal(rows["page"][place[1]], part) for place, part in zip(places, parts, strict=True))
-    expected = combine(span_digest(KEY, *place[:3], part.data) for place, part in zip(places, parts, strict=True))
-    assert digests.combined() == expected and len(threads) == 2
+    expected = combine(
+        span_digest(KEY, KINDS.index("page"), number, 0, part.data) for number, part in zip((3, 0, 4, 1, 2), parts, strict=True)
+    )
+    assert digests.combined() == expected and len(threads) >= 2
 
 
-@pytest.mark.parametrize("broken", [0, 3], ids=["the helper's", "ours"])
+@pytest.mark.parametrize("broken", [0, 3])
 def test_when_one_thread_cannot_put_its_share_nothing_is_written_any_more(broken: int) -> None:
     memory, rows, parts = large_rows(4)
     parts[broken] = parts[broken][:-1]
+    begun = memory.scatter(place_table(("page", number, 0, 4 << 20) for number in range(4)), parts)
     with pytest.raises(ValueError, match="broadcast"):
-        memory.scatter([("page", number, 0, 4 << 20) for number in range(4)], parts, 0)
+        begun.result()
     whole = [number for number in range(4) if np.array_equal(rows["page"][number], parts[number])]
-    assert whole == ([2, 3] if broken == 0 else [0, 1, 2]), "the other's share is complete when it is said"
+    assert whole == [number for number in range(4) if number != broken], "the others' shares are complete when it is said"
+
+
+def test_a_task_is_done_once_by_a_thread_or_by_who_waits_for_it() -> None:
+    begun, go = threading.Semaphore(0), threading.Event()
+
+    def block() -> None:
+        begun.release()
+        go.wait(30.0)
+
+    blocked = [Task(block) for _ in range(2)]
+    for _ in blocked:
+        assert begun.acquire(timeout=30.0), "both threads have something to do"
+    done: list[int] = []
+    mine = Task(lambda: done.append(threading.get_ident()))
+    assert not mine.over()
+    mine.result()
+    go.set()
+    for task in blocked:
+        task.result()
+    last = Task(lambda: done.append(0))
+    assert wait(last.over)
+    last.result()
+    assert done == [threading.get_ident(), 0]
 
 
 def test_every_frame_of_a_chunk_is_ours_until_libzmq_is_done_with_it() -> None:
@@ -625,18 +698,18 @@ def test_a_fault_inside_the_engine_costs_one_hand_off_only(
     memory = receiver.inner._inbound._memory
     scatter, faults = memory.scatter, [RuntimeError("device fault")]
 
-    def faulty(*arguments: Any) -> None:
+    def faulty(*arguments: Any) -> Any:
         if faults:
             raise faults.pop()
-        scatter(*arguments)
+        return scatter(*arguments)
 
     monkeypatch.setattr(memory, "scatter", faulty)
     receiver.expect(KEY, 3, [5, 6])
     receiver.expect((8, 0), 4, [6])
     with caplog.at_level(logging.ERROR):
-        sender.write(receiver.address(), KEY, [page_span(1, 5)])
+        sender.write(receiver.address(), KEY, table([page_span(1, 5)]))
         (lost,) = collect(sender, len)
-        sender.write(receiver.address(), (8, 0), [page_span(2, 6)])
+        sender.write(receiver.address(), (8, 0), table([page_span(2, 6)]))
         collect(receiver, len)
     assert isinstance(lost, Lost) and "refuses the bytes" in lost.reason, "its sender does not wait for nothing"
     assert "device fault" in caplog.text
@@ -649,16 +722,16 @@ def test_a_fault_while_packing_loses_that_hand_off_and_no_other(zeromq_opener: O
     memory = sender.inner._outbound._memory
     gather = memory.gather
 
-    def faulty(places: Any, out: Any, mark: Any) -> None:
+    def faulty(places: Any, out: Any) -> None:
         if places[0][1] == 1:
             raise RuntimeError("device fault")
-        gather(places, out, mark)
+        gather(places, out)
 
     monkeypatch.setattr(memory, "gather", faulty)
     receiver.expect((8, 0), 3, [5])
-    sender.write(receiver.address(), KEY, [page_span(1, 5)])
-    sender.write(receiver.address(), KEY, [page_span(3, 6)])  # of the same hand-off: of no use any more
-    sender.write(receiver.address(), (8, 0), [page_span(2, 5)])
+    sender.write(receiver.address(), KEY, table([page_span(1, 5)]))
+    sender.write(receiver.address(), KEY, table([page_span(3, 6)]))  # of the same hand-off: of no use any more
+    sender.write(receiver.address(), (8, 0), table([page_span(2, 5)]))
     events = collect(sender, lambda events: len(events) == 2)
     assert [type(event) for event in events] == [Lost, Wrote]
     assert of_type(events, Lost)[0].key == KEY
@@ -755,7 +828,7 @@ def test_what_the_peer_does_not_take_is_lost_at_once(
     zeromq_opener: Opener, context: zmq.Context[Any], status: int, word: str
 ) -> None:
     sender, peer = zeromq_opener(small_arena()), RawReceiver(context)
-    sender.write(peer.address, KEY, [page_span(1, 1)])
+    sender.write(peer.address, KEY, table([page_span(1, 1)]))
     assert peer.chunk(status) is not None
     (lost,) = collect(sender, len)
     assert isinstance(lost, Lost)
@@ -766,13 +839,13 @@ def test_the_arena_is_not_read_after_drained(zeromq_opener: Opener, context: zmq
     source = big_arena(64)
     source.pages.fill_(1)
     sender, peer = zeromq_opener(source), RawReceiver(context)  # it takes nothing yet: most of it waits in the transport
-    sender.write(peer.address, KEY, [big_span(page, page) for page in range(1, 64)])
+    sender.write(peer.address, KEY, table([big_span(page, page) for page in range(1, 64)]))
     first, payload = peer.next()
     assert payload == b"\x01" * len(payload)
     sender.cancel(KEY)
     time.sleep(0.2)
     assert Drained(KEY) not in sender.poll(), "the peer has not taken yet what is on the way"
-    sender.write(peer.address, (8, 0), [big_span(1, 1)])
+    sender.write(peer.address, (8, 0), table([big_span(1, 1)]))
     of_first, key = len(first.spans), KEY
     while key == KEY:
         chunk, payload = peer.next()
@@ -790,7 +863,7 @@ def test_a_peer_that_is_gone_after_a_cancel_gives_the_memory_back(
     zeromq_opener: Opener, context: zmq.Context[Any], dead: bool
 ) -> None:
     sender, peer = zeromq_opener(small_arena(), stall_s=2.0), RawReceiver(context)
-    sender.write(peer.address, KEY, [page_span(1, 1)])
+    sender.write(peer.address, KEY, table([page_span(1, 1)]))
     peer.take()
     sender.cancel(KEY)
     time.sleep(0.1)
@@ -806,14 +879,14 @@ def test_a_write_that_crosses_the_end_of_its_hand_off_is_not_sent(
 ) -> None:
     """Its memory is somebody else's already."""
     sender, peer = zeromq_opener(small_arena()), RawReceiver(context)
-    sender.write(peer.address, KEY, [page_span(1, 1)])
+    sender.write(peer.address, KEY, table([page_span(1, 1)]))
     assert peer.chunk(REFUSED if end == "lost" else LANDED) is not None
     collect(sender, len)
     if end == "cancelled":
         sender.cancel(KEY)
         drained(sender, KEY)
-    sender.write(peer.address, KEY, [page_span(2, 2)])
-    sender.write(peer.address, (8, 0), [page_span(3, 3)])
+    sender.write(peer.address, KEY, table([page_span(2, 2)]))
+    sender.write(peer.address, (8, 0), table([page_span(3, 3)]))
     assert peer.next()[0].key == (8, 0)
     assert [event.key for event in collect(sender, len)] == [(8, 0)]
     sender.cancel(KEY)  # which is answered as ever
@@ -840,7 +913,7 @@ def test_a_peer_that_does_not_drain_costs_bounded_memory_and_no_time(zeromq_open
     before = resident_bytes()
     begin_s = time.monotonic()
     for _ in range(400):
-        sender.write(peer.address, KEY, [big_span(1, 1)])
+        sender.write(peer.address, KEY, table([big_span(1, 1)]))
     assert time.monotonic() - begin_s < 10
     got = len(peer.next()[0].spans)
     time.sleep(0.5)
@@ -853,10 +926,10 @@ def test_a_peer_that_does_not_drain_costs_bounded_memory_and_no_time(zeromq_open
 
 def test_a_slow_peer_does_not_stall_another(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
     sender, receiver, slow = zeromq_opener(big_arena()), zeromq_opener(big_arena(22)), RawReceiver(context)
-    sender.write(slow.address, KEY, [big_span(1, 1)] * 200)
+    sender.write(slow.address, KEY, table([big_span(1, 1)] * 200))
     receiver.expect((8, 0), 1, list(range(1, 21)))
     for page in range(1, 21):
-        sender.write(receiver.address(), (8, 0), [big_span(1, page)])
+        sender.write(receiver.address(), (8, 0), table([big_span(1, page)]))
     collect(receiver, lambda events: len(landed_places(events, (8, 0))) == 20)
     assert KEY not in {event.key for event in sender.poll()}
 
@@ -866,7 +939,7 @@ def test_several_lanes_carry_what_one_peer_gets(zeromq_opener: Opener) -> None:
     source.pages.random_(0, 256)
     sender, receiver = zeromq_opener(source, lanes=4), zeromq_opener(target, lanes=4)
     receiver.expect(KEY, 1, list(range(1, 40)))
-    sender.write(receiver.address(), KEY, [big_span(page, 40 - page) for page in range(1, 40)])
+    sender.write(receiver.address(), KEY, table([big_span(page, 40 - page) for page in range(1, 40)]))
     collect(receiver, lambda events: len(landed_places(events)) == 39)
     assert torch.equal(target.pages[1:].flip(0), source.pages[1:])
     (peer,) = sender.inner._outbound._peers.values()
@@ -876,7 +949,7 @@ def test_several_lanes_carry_what_one_peer_gets(zeromq_opener: Opener) -> None:
 def test_an_impossible_address_is_lost_at_once(opener: Opener) -> None:
     sender = opener(small_arena())
     for attempt, address in enumerate(("", "nonsense", "tcp://127.0.0.1:notaport", "x" * 100_000)):
-        sender.write(address, (7, attempt), [page_span(1, 1)])
+        sender.write(address, (7, attempt), table([page_span(1, 1)]))
         (lost,) = collect(sender, len)
         assert isinstance(lost, Lost)
         assert repr(address)[:200] in lost.reason
@@ -889,15 +962,15 @@ def test_an_unreachable_peer_is_lost_after_the_stall_time_and_a_later_write_conn
     sender, source = zeromq_opener(small_arena(seed=1), stall_s=1.5), small_arena(seed=1)
     address = f"tcp://127.0.0.1:{own_port()}"
     begin_s = time.monotonic()
-    sender.write(address, KEY, [page_span(1, 1)])
-    sender.write(address, (8, 0), [page_span(1, 1)])
+    sender.write(address, KEY, table([page_span(1, 1)]))
+    sender.write(address, (8, 0), table([page_span(1, 1)]))
     events = collect(sender, lambda events: len(events) == 2)
     assert 1.5 < time.monotonic() - begin_s < 15
     assert {(type(event), event.key) for event in events} == {(Lost, KEY), (Lost, (8, 0))}
     assert re.search(r" took nothing for \d+\.\d s$", of_type(events, Lost)[0].reason)
     assert sender.links() == {}
     peer = RawReceiver(context, address)  # it is back
-    sender.write(address, (9, 0), [page_span(2, 1)])
+    sender.write(address, (9, 0), table([page_span(2, 1)]))
     chunk, payload = peer.next()
     assert chunk.key == (9, 0)
     assert payload == bytes(source.pages[2].tolist())
@@ -910,7 +983,7 @@ def test_a_connection_that_breaks_is_made_again_and_nothing_is_lost(zeromq_opene
     sender, receiver = zeromq_opener(source, stall_s=20), zeromq_opener(target)
     proxy = Proxy(receiver.address())
     receiver.expect(KEY, 1, list(range(1, 40)))
-    sender.write(proxy.address, KEY, [big_span(page, page) for page in range(1, 40)])
+    sender.write(proxy.address, KEY, table([big_span(page, page) for page in range(1, 40)]))
     landed = collect(receiver, lambda events: len(landed_places(events)) >= 4)
     proxy.cut()
     events = collect(receiver, lambda events: len(landed_places(landed + events)) == 39)
@@ -925,10 +998,10 @@ def test_a_link_that_is_down_for_a_moment_heals_by_itself(opener: Opener) -> Non
     sender, receiver = opener(source, stall_s=20), opener(target)
     proxy = Proxy(receiver.address())
     receiver.expect(KEY, 3, [5, 6])
-    sender.write(proxy.address, KEY, [page_span(1, 5)])
+    sender.write(proxy.address, KEY, table([page_span(1, 5)]))
     collect(receiver, len)
     proxy.open.clear()
-    sender.write(proxy.address, KEY, [page_span(2, 6)])
+    sender.write(proxy.address, KEY, table([page_span(2, 6)]))
     time.sleep(0.3)
     assert receiver.poll() == []
     proxy.open.set()
@@ -954,11 +1027,11 @@ def test_a_peer_killed_in_the_middle_is_lost_and_others_go_on(zeromq_opener: Ope
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as victim:
         assert victim.stdout is not None
         address = victim.stdout.readline().strip()
-        sender.write(address, KEY, [big_span(1, 1)] * 300)
+        sender.write(address, KEY, table([big_span(1, 1)] * 300))
         assert victim.stdout.readline() == "got one\n"
         victim.send_signal(signal.SIGKILL)
     receiver.expect((8, 0), 1, [2])
-    sender.write(receiver.address(), (8, 0), [big_span(1, 2)])
+    sender.write(receiver.address(), (8, 0), table([big_span(1, 2)]))
     collect(receiver, len)
     events = collect(sender, lambda events: of_type(events, Lost))
     assert [event.key for event in of_type(events, Lost)] == [KEY]
@@ -975,7 +1048,7 @@ def test_a_hand_off_between_processes(path: str) -> None:
     options = BulkOptions(path)
     sender, receiver = open_transport(source, "127.0.0.1", "", options), open_transport(target, "127.0.0.1", "", options)
     receiver.expect(KEY, 1, list(range(1, 10)))
-    sender.write(receiver.address(), KEY, [big_span(page, 10 - page) for page in range(1, 10)])
+    sender.write(receiver.address(), KEY, table([big_span(page, 10 - page) for page in range(1, 10)]))
     landed = collect(receiver, lambda events: len(landed_places(events)) == 9)
     (wrote,) = collect(sender, len)
     assert torch.equal(target.pages[1:].flip(0), source.pages[1:])
@@ -995,7 +1068,7 @@ def test_auto_takes_shared_memory_where_it_can_and_zeromq_where_it_cannot() -> N
     device_like = thread_transport(plain, "auto")
     for each, path in ((sender, "shm"), (device_like, "zeromq")):
         receiver.expect(KEY, 1, [1])
-        each.write(receiver.address(), KEY, [page_span(1, 1)])
+        each.write(receiver.address(), KEY, table([page_span(1, 1)]))
         collect(each, len)
         assert each.links()[receiver.address()].path == path
         receiver.revoke(KEY)
@@ -1006,13 +1079,13 @@ def test_auto_takes_shared_memory_where_it_can_and_zeromq_where_it_cannot() -> N
 
 def test_shared_memory_that_is_asked_for_and_cannot_be_had_is_an_error_with_its_reason() -> None:
     sender, receiver = thread_transport(small_arena(), "shm"), thread_transport(small_arena(), "zeromq")
-    sender.write(receiver.address(), KEY, [page_span(1, 1)])
+    sender.write(receiver.address(), KEY, table([page_span(1, 1)]))
     (lost,) = collect(sender, len)
     assert isinstance(lost, Lost)
     assert "shared memory is asked for and cannot be had: shared memory is switched off at the receiver" in lost.reason
     sender.inner._outbound._peers[receiver.address()].tested_s -= RETEST_S  # and when it is looked at again
     receiver.expect((8, 0), 1, [1])
-    sender.write(receiver.address(), (8, 0), [page_span(1, 1)])
+    sender.write(receiver.address(), (8, 0), table([page_span(1, 1)]))
     (lost,) = collect(sender, len)
     assert isinstance(lost, Lost)
     assert "shared memory is asked for and cannot be had" in lost.reason
@@ -1020,7 +1093,7 @@ def test_shared_memory_that_is_asked_for_and_cannot_be_had_is_an_error_with_its_
     receiver.inner._inbound._path = "auto"  # what was in its way is gone
     sender.inner._outbound._peers[receiver.address()].tested_s -= RETEST_S
     receiver.expect((8, 1), 1, [2])
-    sender.write(receiver.address(), (8, 1), [page_span(1, 2)])
+    sender.write(receiver.address(), (8, 1), table([page_span(1, 2)]))
     assert [type(event) for event in collect(sender, len)] == [Wrote]
     assert sender.links()[receiver.address()].path == "shm"
     sender.close()
@@ -1031,13 +1104,13 @@ def test_a_peer_below_the_floor_is_not_used_and_the_reason_is_said(caplog: pytes
     sender = ThreadTransport(small_arena(), options=BulkOptions("zeromq", floor_gb_per_s=1000.0))
     receiver = thread_transport(small_arena())
     with caplog.at_level(logging.ERROR):
-        sender.write(receiver.address(), KEY, [page_span(1, 1)])
+        sender.write(receiver.address(), KEY, table([page_span(1, 1)]))
         (lost,) = collect(sender, len)
     assert isinstance(lost, Lost)
     assert "GB/s over zeromq, the floor is 1000 GB/s" in lost.reason
     assert lost.reason in caplog.text
     assert sender.gauges()["kv_links_unusable"] == 1
-    sender.write(receiver.address(), (8, 0), [page_span(1, 1)])
+    sender.write(receiver.address(), (8, 0), table([page_span(1, 1)]))
     assert isinstance(collect(sender, len)[0], Lost)
     sender.close()
     receiver.close()
@@ -1108,7 +1181,7 @@ def test_a_living_sender_is_never_unmapped_and_one_too_many_goes_another_way(
         assert (welcome.path, "has mapped 1 arenas" in welcome.reason) == ("zeromq", True)
         assert greet(peer, first).path == "shm", "who is mapped already may greet again"
         receiver.expect(KEY, 3, [5])
-        peer.socket.send(pack_chunk(Chunk(KEY, 1, (Span("page", 1, 5, 0, 100),), first.memory_name)))
+        peer.socket.send(pack_chunk(Chunk(KEY, 1, table([Span("page", 1, 5, 0, 100)]), first.memory_name)))
         assert peer.status() == LANDED
     with arena_owner() as third:
         assert greet(peer, third).path == "shm", "there is room again"
@@ -1130,7 +1203,7 @@ def test_thousands_of_hand_offs_that_end_at_once_with_long_reasons_are_all_told(
     sender = zeromq_opener(small_arena(), stall_s=30)
     address = "tcp://" + "x" * 3000  # of which the reason tells
     for rid in range(3000):
-        sender.write(address, (rid, 0), [page_span(1, 1)])
+        sender.write(address, (rid, 0), table([page_span(1, 1)]))
     events = collect(sender, lambda events: len(events) == 3000)
     assert {event.key for event in of_type(events, Lost)} == {(rid, 0) for rid in range(3000)}
 
@@ -1141,7 +1214,7 @@ def test_what_a_turn_says_fits_the_channel_and_what_does_not_is_not_in_the_way()
     rows = {"page": (2, 64), "slot": (2, 64)}
     engine = Engine(Channel(theirs), Site(memory, rows, None, "shm", "127.0.0.1", BulkOptions(), Counters()))
     heaviest: list[Event] = [Lost((2**64 - 1, 2**32 - 1), "\N{EURO SIGN}" * 1000)] * 5000
-    largest = Landed(KEY, (("slot", 2**32 - 1, 2**32 - 1, 2**32 - 1),) * MAX_SPANS, 2**64 - 1)
+    largest = Landed(KEY, place_table([("slot", 2**32 - 1, 2**32 - 1, 2**32 - 1)] * MAX_SPANS), 2**64 - 1)
     for event in [*heaviest, largest, *heaviest, largest]:
         engine._emit(event)  # raises for what does not fit
     engine._events = [["lost", 1, 1, "x" * 300_000]]
@@ -1175,13 +1248,13 @@ def test_no_chunk_has_more_frames_than_it_may(zeromq_opener: Opener) -> None:
     for index, large in enumerate(range(0, 6 * DIRECT_BYTES, DIRECT_BYTES)):
         spans.insert(2 * index + 1, Span("page", 1, 2, large, DIRECT_BYTES))
     receiver.expect(KEY, 1, [2])
-    sender.write(receiver.address(), KEY, spans)
+    sender.write(receiver.address(), KEY, table(spans))
     assert [type(event) for event in collect(sender, len)] == [Wrote]
 
 
 def test_a_peer_that_answers_at_length_is_cut_off(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
     sender, peer = zeromq_opener(small_arena()), RawReceiver(context)
-    sender.write(peer.address, KEY, [page_span(1, 1)])
+    sender.write(peer.address, KEY, table([page_span(1, 1)]))
     assert peer.socket.poll(1000 * PATIENCE_S)
     identity, _ = peer.socket.recv_multipart()
     peer.socket.send_multipart([identity, bytes(1 << 20)])
@@ -1235,8 +1308,8 @@ def test_the_largest_write_and_many_of_them_fit_the_channel(zeromq_opener: Opene
     sender, receiver = zeromq_opener(source), zeromq_opener(target)
     rows = [Span("slot", 1, 1, row * 64, 64) for row in range(MAX_SPANS)]
     receiver.expect(KEY, 1, [1, 2])
-    sender.write(receiver.address(), KEY, rows)
-    sender.write(receiver.address(), KEY, [Span("page", 1, 2, at, 100) for at in range(0, 100 * MAX_SPANS, 100)])
+    sender.write(receiver.address(), KEY, table(rows))
+    sender.write(receiver.address(), KEY, table([Span("page", 1, 2, at, 100) for at in range(0, 100 * MAX_SPANS, 100)]))
     collect(receiver, lambda events: len(landed_places(events)) == 2 * MAX_SPANS)
     assert torch.equal(source.slots[1, : 64 * MAX_SPANS], target.slots[1, : 64 * MAX_SPANS])
     assert [event.num_spans for event in of_type(collect(sender, lambda e: len(e) == 2), Wrote)] == [MAX_SPANS] * 2
@@ -1251,11 +1324,11 @@ def test_a_link_that_stalls_longer_than_it_may_loses_what_waited_and_serves_agai
     sender, receiver = zeromq_opener(source, stall_s=1.5), zeromq_opener(target)
     proxy = Proxy(receiver.address())
     receiver.expect(KEY, 3, [5, 6])
-    sender.write(proxy.address, KEY, [page_span(1, 5)])
+    sender.write(proxy.address, KEY, table([page_span(1, 5)]))
     collect(receiver, len)
     collect(sender, len)
     proxy.open.clear()
-    sender.write(proxy.address, KEY, [page_span(2, 6)])
+    sender.write(proxy.address, KEY, table([page_span(2, 6)]))
     time.sleep(seconds)
     assert [type(event) for event in collect(sender, len)] == [Lost]
     receiver.revoke(KEY)
@@ -1263,7 +1336,7 @@ def test_a_link_that_stalls_longer_than_it_may_loses_what_waited_and_serves_agai
     proxy.open.set()
     healed_s = time.monotonic()
     receiver.expect((7, 1), 3, [6])
-    sender.write(proxy.address, (7, 1), [page_span(2, 6)])
+    sender.write(proxy.address, (7, 1), table([page_span(2, 6)]))
     collect(receiver, lambda events: landed_places(events, (7, 1)))
     assert time.monotonic() - healed_s < PATIENCE_S
     assert torch.equal(target.pages[6], source.pages[2])

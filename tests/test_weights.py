@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kernels import quant
+from kvtransfer.layout import difference
 from model.config import ModelConfig
 from model.runner import Runner
 from model.weights import INDEX_FILE, SAMPLE_BYTES, SINGLE_FILE, Checkpoint
@@ -189,7 +190,7 @@ def test_fp8_experts_give_the_same_model(tmp_path: Path) -> None:
             start, end = header[name.replace(".weight", ".scale")]["data_offsets"]
             codes = torch.frombuffer(bytearray(data), dtype=torch.int8).view(shape)
             scale = torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8).view(shape[0], shape[1] // 16)
-            value = quant.dequantise_fp4_weight(codes, scale)
+            value = quant.dequantise_fp4(codes, scale)
             top = int(scale.max()) - 6
             data = (value / 2.0 ** (top - 127)).float().to(torch.float8_e4m3fn).view(torch.uint8).numpy().tobytes()
             dtype, shape, tops = "F8_E4M3", [shape[0], shape[1] * 2], bytes([top])
@@ -239,6 +240,8 @@ def test_identity_tells_checkpoints_apart(tmp_path: Path) -> None:
     assert {name for name in ours if ours[name] != theirs[name]} == {"model.checkpoint"}
     narrow = Runner(str(directory), kv_dtype="bf16", num_pages=2, num_slots=2).identity()
     assert narrow["kv_dtype"] == "bf16" and narrow["layout"] != theirs["layout"]
+    packed = golden.runner("tiny-fp8fp4", index_keys="mxfp4").identity()
+    assert difference(golden.runner("tiny-fp8fp4").identity(), packed) == "index_keys: 'fp8' and 'mxfp4'"
     assert set(ours) >= {"model.hidden_size", "model.checkpoint", "dtype", "kv_dtype", "page_bytes", "layout"}
 
 

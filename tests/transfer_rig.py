@@ -9,17 +9,20 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import zmq
 from torch import Tensor
 
 from kvtransfer.arena import Arena
 from kvtransfer.layout import Field, KVLayout
-from kvtransfer.transports import BulkOptions, Event, Key, Place, Span, Transport
+from kvtransfer.spans import KINDS, Places, Spans
+from kvtransfer.transports import BulkOptions, Event, Key, Transport
 from kvtransfer.transports.bulk import BulkTransport
 from kvtransfer.transports.cuda import CudaMemory, SideStream
 from kvtransfer.transports.cuda_ipc import HANDLE_BYTES, Extent, Opened
@@ -34,8 +37,47 @@ PAGE_TOKENS = 8
 LAYOUT = KVLayout.pack(
     PAGE_TOKENS,
     [Field(0, "csa", 0, 2, 1000, 4), Field(1, "hca", 0, 1, 500, 8)],
-    [Field(layer, "window", 0, 12, 40, keep=8) for layer in range(5)] + [Field(9, "state", 0, 9, 24, keep=0, modulo=8)],
+    [
+        *[Field(layer, "window", 0, 12, 40, keep=8) for layer in range(5)],
+        Field(8, "state", 0, 9, 1000, keep=0, modulo=8),  # whose dead rows are too many to be sent along
+        Field(9, "state", 0, 9, 24, keep=0, modulo=8),
+    ],
 )
+
+
+Place = tuple[str, int, int, int]  # kind, number in an arena, offset, nbytes
+
+
+class Span(NamedTuple):
+    """`nbytes` bytes at `offset` of our page or slot `src`, which go to the same offset of the peer's `dst`."""
+
+    kind: str
+    src: int
+    dst: int
+    offset: int
+    nbytes: int
+
+    @property
+    def place(self) -> Place:
+        return (self.kind, self.dst, self.offset, self.nbytes)
+
+
+def table(spans: Iterable[Span]) -> Spans:
+    rows = [(KINDS.index(kind), dst, offset, nbytes, src) for kind, src, dst, offset, nbytes in spans]
+    return np.array(rows, dtype=np.uint32).reshape(-1, 5)
+
+
+def place_table(places: Iterable[Place]) -> Places:
+    rows = [(KINDS.index(kind), number, offset, nbytes) for kind, number, offset, nbytes in places]
+    return np.array(rows, dtype=np.uint32).reshape(-1, 4)
+
+
+def named_spans(spans: Spans) -> list[Span]:
+    return [Span(KINDS[kind], src, dst, offset, nbytes) for kind, dst, offset, nbytes, src in spans.tolist()]
+
+
+def named_places(places: Places) -> list[Place]:
+    return [(KINDS[kind], number, offset, nbytes) for kind, number, offset, nbytes in places.tolist()]
 
 
 def small_arena(num_pages: int = 32, num_slots: int = 16, seed: int = 0) -> Arena:
@@ -100,30 +142,35 @@ def thread_transport(arena: Arena, path: str = "zeromq", stall_s: float = 30.0, 
     return ThreadTransport(arena, options=BulkOptions(path, lanes, stall_s=stall_s))
 
 
-@dataclass
+@dataclass(eq=False)
 class HostWork:
-    """Copies that a `HostStream` has begun."""
+    """What a `HostStream` was told to do, and what it came to."""
 
     stream: HostStream
-    on_host: Tensor
+    issue: Callable[[], Tensor]
+    on_host: Tensor | None = None
 
     def over(self) -> bool:
-        return self.stream.copies_end.is_set()
+        self.stream.advance()
+        return self.on_host is not None
 
     def result(self) -> bytes:
         assert self.stream.copies_end.wait(PATIENCE_S)
+        self.stream.advance()
+        assert self.on_host is not None
         return self.on_host.numpy().tobytes()
 
 
 class HostStream:
-    """Stands in for a CUDA stream where there is none: everything is done when it is issued, and over when `copies_end` is
-    set. Marks below `computed` are reached; tests move both."""
+    """Stands in for a CUDA stream where there is none: what is begun is done, in that order, once `copies_end` is set. Marks
+    below `computed` are reached; tests move both."""
 
     def __init__(self) -> None:
         self.marks = 0
         self.computed = 1 << 32
         self.copies_end = threading.Event()
         self.copies_end.set()
+        self.begun: deque[HostWork] = deque()
 
     def enter(self) -> None:
         return None
@@ -137,7 +184,14 @@ class HostStream:
 
     def begin(self, mark: int, issue: Callable[[], Tensor]) -> HostWork:
         assert self.reached(mark), "the engine would wait for what is being computed"
-        return HostWork(self, issue())
+        self.begun.append(work := HostWork(self, issue))
+        self.advance()
+        return work
+
+    def advance(self) -> None:
+        while self.begun and self.copies_end.is_set():
+            work = self.begun.popleft()
+            work.on_host = work.issue()
 
     def after(self, mark: int) -> contextlib.AbstractContextManager[None]:
         assert self.reached(mark), "the engine would wait for what is being computed"
@@ -192,11 +246,11 @@ class Faultless(FaultyTransport):
 
 
 def rigged_transport(arena: Arena, path: str, stall_s: float = 30.0, lanes: int = 1) -> ThreadTransport | Faultless:
-    """Of a path, or of "faults"."""
+    """Of a path, of "device" (between GPUs over ZeroMQ), or of "faults"."""
     if path == "faults":
         return Faultless(thread_transport(arena, "zeromq", stall_s, lanes))
-    kind = DeviceTransport if path == "cuda_ipc" else ThreadTransport
-    return kind(arena, options=BulkOptions(path, lanes, stall_s=stall_s))
+    kind = DeviceTransport if path in ("device", "cuda_ipc") else ThreadTransport
+    return kind(arena, options=BulkOptions("zeromq" if path == "device" else path, lanes, stall_s=stall_s))
 
 
 def sums_by_hand(data: bytes) -> bytes:
@@ -215,7 +269,7 @@ def sums_by_hand(data: bytes) -> bytes:
 
 def header(key: Key, places: list[Place], number: int = 1) -> bytes:
     """Of a chunk whose bytes come along."""
-    return pack_chunk(Chunk(key, number, tuple(Span(kind, 0, dst, at, size) for kind, dst, at, size in places)))
+    return pack_chunk(Chunk(key, number, table(Span(kind, 0, dst, at, size) for kind, dst, at, size in places)))
 
 
 class RawSender:
@@ -250,6 +304,7 @@ class RawReceiver:
         endpoint = self.socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode()
+        self.identity = b""  # of who sent the last message
 
     def take(self) -> None:
         """The next chunk that is for somebody, and no word of it."""
@@ -259,7 +314,8 @@ class RawReceiver:
         """The next chunk that is for somebody, and its bytes; it is acknowledged with `status`. None: nothing came."""
         while self.socket.poll(int(timeout_s * 1000)):
             identity, head, *frames = self.socket.recv_multipart()
-            if head[:4] == b"pdH3":
+            self.identity = identity
+            if head[:4] == b"pdH4":
                 self.socket.send_multipart([identity, pack_welcome(Welcome("zeromq", "a test"))])
                 continue
             chunk = unpack_chunk(head)

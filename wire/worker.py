@@ -50,6 +50,11 @@ class WorkerConfig:
     kv_dtype: str = option(
         "auto", choices=("auto", "fp8", "bf16", "fp32"), help="how KV rows are stored; auto: as the checkpoint"
     )
+    index_keys: str = option(
+        "auto",
+        choices=("auto", "mxfp4"),
+        help="how the indexer's keys are stored; auto: as KV rows; mxfp4: half as large, as exact, for quantised checkpoints",
+    )
     page_tokens: int = option(256, help="tokens in a KV page")
     num_pages: int = option(0, help="KV pages, one is reserved; 0: what a GPU's memory holds, 1024 on a CPU")
     num_slots: int = option(129, help="sequence slots; one is reserved")

@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.cases.case import V4_FLASH, Case, Widths
 from kernels.cases.elementwise import fields, step
 from kernels.compress import CompressorWeights, compress, compress_reference
+from kernels.quant import Quantised, dequantise_fp4
 from kernels.ragged import Ragged
 from kernels.rope import plain_frequencies
 from kernels.rows import PLAIN_DTYPES, IndexRow, KVRow, planes
@@ -34,6 +35,14 @@ class Kind:
     @property
     def columns(self) -> int:
         return (4 if self.ratio == 4 else 2) * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class PackedKeys(Quantised):
+    """MXFP4 index keys: compared as values, since a rounding may give a block another scale (kernels/measure.py)."""
+
+    def values(self) -> Tensor:
+        return dequantise_fp4(self.codes, self.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +103,24 @@ def change(inputs: Inputs) -> None:
     inputs.batch.page_table.copy_(inputs.batch.page_table.flip(0))
 
 
-def written(inputs: Inputs, row: KVRow | IndexRow) -> tuple[Tensor, ...]:
+def written(inputs: Inputs, row: KVRow | IndexRow) -> tuple[Tensor | Quantised, ...]:
     """Ring and pages as numbers."""
     values, scales = planes(inputs.pages, row)
     if row.kind in PLAIN_DTYPES:
         return inputs.ring, values.view(PLAIN_DTYPES[row.kind])
+    if row.kind == "mxfp4":
+        return inputs.ring, PackedKeys(values, scales)
     if isinstance(row, IndexRow):
         return inputs.ring, values.view(torch.float8_e4m3fn), scales.view(torch.float32)
     return inputs.ring, *fields(values, row)[:2], scales
 
 
 def case(name: str, kind: Kind, tokens: int, chunk: int, closing: bool) -> Case:
-    def run(i: Inputs) -> tuple[Tensor, ...]:
+    def run(i: Inputs) -> tuple[Tensor | Quantised, ...]:
         compress(i.projected, i.weights, i.batch, i.ring, i.pages, kind.row, kind.dtype)
         return written(i, kind.row)
 
-    def expected(i: Inputs) -> tuple[Tensor, ...]:
+    def expected(i: Inputs) -> tuple[Tensor | Quantised, ...]:
         compress_reference(i.projected, i.weights, i.batch, i.ring, i.pages, kind.row, kind.dtype)
         return written(i, kind.row)
 
@@ -134,7 +145,9 @@ def cases(widths: Widths) -> list[Case]:
     found = []
     for kind in kinds(widths, "bf16") + kinds(widths, "fp32"):
         found.append(case("5 tokens, all close", kind, 5, 1, True))
-    for kind in kinds(widths, "fp8"):
+    packed = IndexRow("mxfp4", widths.index_dim, rounded=True)
+    keys = Kind("index mxfp4", 4, packed, widths.index_dim, widths.rope_dim, torch.bfloat16, 2e-2)
+    for kind in [*kinds(widths, "fp8"), keys]:
         for tokens in (1, 64) if widths is V4_FLASH else (5,):
             found.append(case(f"{tokens} tokens, none closes", kind, tokens, 1, False))
             found.append(case(f"{tokens} tokens, all close", kind, tokens, 1, True))

@@ -18,6 +18,7 @@ from kernels.indexer import (
     select_entries,
     select_entries_reference,
 )
+from kernels.quant import FP4_BLOCK
 from kernels.ragged import Ragged
 from kernels.rows import PLAIN_DTYPES, IndexRow, planes, read_rows
 from kernels.topk import GROUP, choose_rows
@@ -123,8 +124,15 @@ def fill(inputs: Inputs, shape: Shape, seed: int, visible: list[int]) -> None:
     inputs.head_weights.copy_(torch.randn(inputs.head_weights.shape, device=device) if weights is None else weights)
     keys, scales = planes(inputs.pages, row)
     distinct = min(DISTINCT_PAGES, len(keys))
-    some = values(distinct, PAGE_ROWS, row.dim).to(inputs.queries.dtype).view(torch.uint8)
-    page_scales = (2.0 ** torch.randint(-2, 3, (distinct, PAGE_ROWS, 1), device=device)).view(torch.uint8)
+    some = values(distinct, PAGE_ROWS, row.dim)
+    if row.kind == "mxfp4":
+        blocks = 2.0 ** torch.randint(0, 2, (distinct, PAGE_ROWS, row.dim // FP4_BLOCK), device=device)
+        some, page_scales = row.pack(some * blocks.repeat_interleave(FP4_BLOCK, -1)).split(
+            [row.value_bytes, row.scale_bytes], -1
+        )
+    else:
+        some = some.to(inputs.queries.dtype).view(torch.uint8)
+        page_scales = (2.0 ** torch.randint(-2, 3, (distinct, PAGE_ROWS, 1), device=device)).view(torch.uint8)
     for first in range(0, len(keys), distinct):
         part = slice(first, min(first + distinct, len(keys)))
         keys[part] = some[: part.stop - first]
@@ -198,7 +206,7 @@ def select_case(widths: Widths, name: str, shape: Shape) -> Case:
     row = IndexRow(shape.kind, widths.index_dim, rounded=False)
     moved = shape.sequences * shape.keys * row.row_bytes
     flops = 2.0 * shape.sequences * shape.tokens * shape.keys * widths.index_heads * widths.index_dim
-    matrix = "fp8" if shape.kind == "fp8" else shape.kind
+    matrix = shape.kind if shape.kind in PLAIN_DTYPES else "fp8"
     return Case(
         name, partial(make, widths, shape), run, expected, 0.0, moved_bytes=moved, flops=flops, matrix=matrix, change=change
     )
@@ -270,6 +278,12 @@ def cases(widths: Widths) -> list[Case]:
         ("select b=2, 4 tokens", Shape(2, 4, 700, whole=True)),
         ("select b=2, 5 tokens", Shape(2, 5, 700, whole=True)),
         ("select a chunk of 130", Shape(1, 130, 900, whole=True)),
+        ("select mxfp4 b=3", Shape(3, 1, 2051, kind="mxfp4", whole=True)),
+        ("select mxfp4 b=3, 2 tokens", Shape(3, 2, 700, kind="mxfp4", whole=True)),
+        ("select mxfp4 b=2, 3 tokens", Shape(2, 3, 700, kind="mxfp4", whole=True)),
+        ("select mxfp4 b=2, 4 tokens", Shape(2, 4, 700, kind="mxfp4", whole=True)),
+        ("select mxfp4 b=2, 5 tokens", Shape(2, 5, 700, kind="mxfp4", whole=True)),
+        ("select mxfp4, a chunk of 130", Shape(1, 130, 900, kind="mxfp4", whole=True)),
         ("select bf16", Shape(2, 1, 700, kind="bf16", whole=True)),
         ("select fp32", Shape(2, 1, 700, kind="fp32", whole=True)),
         ("select fp32 chunk", Shape(1, 20, 700, kind="fp32", whole=True)),
@@ -292,6 +306,12 @@ def bench_cases(widths: Widths) -> list[Case]:
         ("scores b=64, 2 tokens, 16K keys", Shape(64, 2, 16 * k), 50.0, 43.0),
         ("scores b=32, 4 tokens, 16K keys", Shape(32, 4, 16 * k), None, None),
         ("scores b=1, 64K keys", Shape(1, 1, 64 * k), None, None),
+        ("scores mxfp4 b=64, 4K keys", Shape(64, 1, 4 * k, kind="mxfp4"), None, None),
+        ("scores mxfp4 b=64, 16K keys", Shape(64, 1, 16 * k, kind="mxfp4"), None, None),
+        ("scores mxfp4 b=64, 64K keys", Shape(64, 1, 64 * k, kind="mxfp4"), None, None),
+        ("scores mxfp4 b=64, 256K keys", Shape(64, 1, 256 * k, kind="mxfp4"), None, None),
+        ("scores mxfp4 b=64, 2 tokens, 16K keys", Shape(64, 2, 16 * k, kind="mxfp4"), None, None),
+        ("scores mxfp4 b=32, 4 tokens, 16K keys", Shape(32, 4, 16 * k, kind="mxfp4"), None, None),
     ]
     chosen = [
         ("top-512 b=64, 16K scores", 64, 16 * k, 12.0, 6.2),
@@ -299,7 +319,12 @@ def bench_cases(widths: Widths) -> list[Case]:
         ("top-512 b=64, 256K scores", 64, 256 * k, 45.0, 29.0),
         ("top-512 b=1, 64K scores", 1, 64 * k, None, None),
     ]
-    chunks = [scores_case(widths, "scores of 512 tokens of a chunk, 64K keys", Shape(1, 2048, 64 * k), None, None, tokens=512)]
+    chunks = [
+        scores_case(
+            widths, f"scores {name}of 512 tokens of a chunk, 64K keys", Shape(1, 2048, 64 * k, kind=kind), None, None, 512
+        )
+        for name, kind in (("", "fp8"), ("mxfp4 ", "mxfp4"))
+    ]
     return [
         *(scores_case(widths, name, shape, must, aim) for name, shape, must, aim in scored),
         *(choice_case(widths, name, sequences, keys, must, aim) for name, sequences, keys, must, aim in chosen),

@@ -9,32 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from kvtransfer.spans import Places, Spans
 
 if TYPE_CHECKING:
     from kvtransfer.arena import Arena
 
 Key = tuple[int, int]  # (rid, attempt), single-use
-Place = tuple[str, int, int, int]  # kind ("page" or "slot"), number in an arena (the peer's, unless said), offset, nbytes
-
-
-class Span(NamedTuple):
-    """`nbytes` bytes at `offset` of our page or slot `src`, which go to the same offset of the peer's `dst`."""
-
-    kind: str  # "page" or "slot"
-    src: int
-    dst: int
-    offset: int
-    nbytes: int
-
-    @property
-    def place(self) -> Place:
-        return (self.kind, self.dst, self.offset, self.nbytes)
-
-    @property
-    def source(self) -> Place:
-        """In our arena."""
-        return (self.kind, self.src, self.offset, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +29,12 @@ class Wrote:
     digest: int  # combined over the spans
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Landed:
     """These bytes are in our arena. `digest` is combined over the places."""
 
     key: Key
-    places: tuple[Place, ...]
+    places: Places
     digest: int
 
 
@@ -115,7 +97,7 @@ class Transport(Protocol):
         """Closes the window. Drained follows, behind every Landed of `key`; also when there is no window."""
         ...
 
-    def write(self, peer: str, key: Key, spans: Sequence[Span], seal: bytes = b"") -> None:
+    def write(self, peer: str, key: Key, spans: Spans, seal: bytes = b"") -> None:
         """Queues spans for the arena that listens at `peer`; ends in one Wrote, or one Lost for all writes of `key`.
 
         Raises ValueError for a span outside this arena, more than MAX_WRITE_SPANS, or a seal that is none: nothing is queued

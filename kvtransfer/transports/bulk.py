@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtransfer.sharing import SharedMemory
-from kvtransfer.transports import MAX_WRITE_SPANS, BulkOptions, Event, Key, Link, Span
-from kvtransfer.transports.channel import ChannelClosed, channel_pair, pack_spans, unpack_event
+from kvtransfer.spans import KIND, KINDS, NBYTES, Spans, sources_of, spoken, strays, to_bytes
+from kvtransfer.transports import MAX_WRITE_SPANS, BulkOptions, Event, Key, Link
+from kvtransfer.transports.channel import ChannelClosed, channel_pair, unpack_event
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import PATHS
 from kvtransfer.transports.memory import CpuMemory, DeviceMemory, Memory, Rows
@@ -72,15 +73,14 @@ class BulkTransport:
     def revoke(self, key: Key) -> None:
         self._channel.send("revoke", *key)
 
-    def write(self, peer: str, key: Key, spans: Sequence[Span], seal: bytes = b"") -> None:
+    def write(self, peer: str, key: Key, spans: Spans, seal: bytes = b"") -> None:
         if not (0 <= key[0] < 1 << 64 and 0 <= key[1] < 1 << 32):
             raise ValueError(f"{key}: a rid has 64 bits, an attempt 32")
         if not 0 < len(spans) <= MAX_WRITE_SPANS:
             raise ValueError(f"a write takes 1 to {MAX_WRITE_SPANS} spans, not {len(spans)}")
-        for span in spans:
-            self._check(span)
+        self._check(spans)
         check_secret(seal)
-        self._channel.send("write", *key, peer, pack_spans(list(spans)), self._mark(), seal)
+        self._channel.send("write", *key, peer, to_bytes(spans), self._mark(), seal)
 
     def cancel(self, key: Key) -> None:
         self._channel.send("cancel", *key)
@@ -204,14 +204,13 @@ class BulkTransport:
         because = f" ({link.reason})" if link.reason else ""
         _log.log(level, "KV to %s goes over %s, %.2f GB/s in its test%s", peer, link.path, link.gb_per_s, because)
 
-    def _check(self, span: Span) -> None:
-        if span.kind not in self._rows:
-            raise ValueError(f"{span}: kind is 'page' or 'slot'")
-        count, row_bytes = self._rows[span.kind]
-        if not 0 <= span.src < count or span.offset < 0 or span.nbytes < 1 or span.offset + span.nbytes > row_bytes:
-            raise ValueError(f"{span} is not inside our {count} {span.kind}s of {row_bytes} bytes")
-        if not 0 <= span.dst < 1 << 32:
-            raise ValueError(f"{span}: a page or slot number has 32 bits")
+    def _check(self, spans: Spans) -> None:
+        if spans[:, KIND].max() >= len(KINDS):
+            raise ValueError(f"a span of kind {spans[:, KIND].max()}")
+        sources = sources_of(spans)
+        wrong = strays(sources, self._rows) | (sources[:, NBYTES] == 0)
+        if wrong.any():
+            raise ValueError(f"{spoken(sources[wrong][0])} is not inside our arena: {self._rows}")
 
 
 def _keep_freed_memory() -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgpack
 
-from kvtransfer.transports import Drained, Event, Landed, Lost, Span, Wrote
+from kvtransfer.spans import NBYTES, from_bytes, to_bytes
+from kvtransfer.transports import Drained, Event, Landed, Lost, Wrote
 
 MAX_BYTES = 200_000  # of a message: what a socket pair takes in one piece with the kernel's default buffer
 REASON_BYTES = 300  # of a Lost: an error's text may be of any length
@@ -94,7 +95,7 @@ def pack_event(event: Event) -> list[Any]:
         case Wrote(key, num_spans, num_bytes, digest):
             return ["wrote", *key, num_spans, num_bytes, digest]
         case Landed(key, places, digest):
-            return ["landed", *key, list(places), digest]
+            return ["landed", *key, to_bytes(places), digest]
         case Lost(key, reason, corrupt):
             return ["lost", *key, reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore"), corrupt]
         case Drained(key):
@@ -107,17 +108,9 @@ def unpack_event(message: list[Any]) -> Event:
         case ["wrote", rid, attempt, num_spans, num_bytes, digest]:
             return Wrote((rid, attempt), num_spans, num_bytes, digest)
         case ["landed", rid, attempt, places, digest]:
-            return Landed((rid, attempt), tuple((kind, number, at, size) for kind, number, at, size in places), digest)
+            return Landed((rid, attempt), from_bytes(places, NBYTES + 1), digest)
         case ["lost", rid, attempt, reason, corrupt]:
             return Lost((rid, attempt), reason, corrupt)
         case ["drained", rid, attempt]:
             return Drained((rid, attempt))
     raise ValueError(f"{message[0]!r} is no event")
-
-
-def pack_spans(spans: list[Span]) -> list[Any]:
-    return [list(span) for span in spans]
-
-
-def unpack_spans(rows: list[Any]) -> list[Span]:
-    return [Span(*row) for row in rows]

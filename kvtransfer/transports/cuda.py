@@ -1,5 +1,5 @@
-"""CUDA memory as a transport sees it: packed on the device and over PCIe once a chunk through pinned memory, or, between
-GPUs of one host, read straight out of the sender's arena.
+"""CUDA memory as a transport sees it: packed on the device and over PCIe once a chunk through a ring of pinned buffers, or,
+between GPUs of one host, read straight out of the sender's arena.
 
 The transport works in a thread of the owner's process here. torch's own bookkeeping is enough for what is allocated on the
 side stream: it is used, freed and used again on that stream alone. The arenas live as long as the process.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -20,13 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.spans import SPAN_WORDS, move_spans, sum_spans
-from kvtransfer.transports import Place
+from kernels.spans import move_spans, sum_spans
+from kvtransfer.spans import KIND, KINDS, NBYTES, NUMBER, OFFSET, PAGE, Places, num_bytes
 from kvtransfer.transports.cuda_ipc import Extent, Opened, pack_extents, unpack_extents
-from kvtransfer.transports.memory import Begun, Bytes, DeviceMemory, DevicePeer, Look, Rows, no_look
+from kvtransfer.transports.memory import Begun, Bytes, DeviceMemory, DevicePeer, Rows
+from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT
+from kvtransfer.transports.sums import SPAN_WORDS, WORD_BYTES, sum_weights
 
 _MARKS = 65_536  # kept; a hand-off that waits for more others than that starts behind the last of them
-_WORD_BYTES = 4
 _log = logging.getLogger("kvtransfer")
 
 
@@ -139,6 +140,26 @@ class SideStream:
         return self._events.get(mark) or self._events[self._newest]
 
 
+class Ring:
+    """Pinned buffers that serve again and again. One is free when nobody refers to it any more: not a copy that is under way,
+    and not libzmq, which holds on to what it sends. So there are as many as were ever under way at once, `ready` at least: to
+    make one may hold up the device."""
+
+    def __init__(self, pinned: Callable[[int], Tensor], ready: int) -> None:
+        self._pinned = pinned
+        self._free = [pinned(CHUNK_BYTES) for _ in range(ready)]  # the last one that was used first: it is in the cache
+
+    def take(self, nbytes: int) -> Bytes:
+        """The first `nbytes` bytes of one, in an array that nobody else refers to yet; of more than a chunk, of a fresh one."""
+        if nbytes > CHUNK_BYTES:
+            fresh: Bytes = self._pinned(nbytes).numpy()
+            return fresh
+        buffer = self._free.pop() if self._free else self._pinned(CHUNK_BYTES)
+        whole: Bytes = buffer.numpy()
+        weakref.finalize(whole, self._free.append, buffer).atexit = False
+        return whole[:nbytes]
+
+
 @dataclass(eq=False)
 class PeerRows(DevicePeer):
     """A sender's pages and slots, uint8 [rows, row_bytes], under addresses of our device. Not to be written."""
@@ -147,18 +168,22 @@ class PeerRows(DevicePeer):
 
 
 class CudaMemory(DeviceMemory):
-    """See `Memory`; `rows` are the arena's tensors, uint8 [rows, row_bytes]."""
+    """See `DeviceMemory`; `rows` are the arena's tensors, uint8 [rows, row_bytes]."""
 
     def __init__(self, rows: Mapping[str, Tensor], stream: Stream, ipc: Ipc | None) -> None:
         self._rows = rows
         self._device = rows["page"].device
         self._stream = stream
         self._ipc = ipc
-        self._staging = torch.empty(0, dtype=torch.uint8)
-        self._weights = sum_weights().to(self._device)
+        self._weights = torch.from_numpy(sum_weights()).to(self._device)
 
     def enter(self) -> None:
         self._stream.enter()
+        self._ring = Ring(self._stream.pinned, 2 * CREDIT)
+        page, filled = self._one_page(), self._stream.mark()  # the owner waits for us: until then the mark is ours to make
+        buffer = self.buffer(num_bytes(page))
+        self.gather(page, buffer, filled).result()  # compiled before anybody waits for it
+        self.scatter(buffer, page, filled).result()
 
     def mark(self) -> int:
         return self._stream.mark()
@@ -166,42 +191,43 @@ class CudaMemory(DeviceMemory):
     def reached(self, mark: int) -> bool:
         return self._stream.reached(mark)
 
-    def direct(self, place: Place, mark: int) -> None:
-        return None
-
     def buffer(self, nbytes: int) -> Bytes:
-        pinned: Bytes = self._stream.pinned(nbytes).numpy()
-        return pinned
+        return self._ring.take(nbytes)
 
-    def gather(self, places: Sequence[Place], out: Bytes, mark: int) -> None:
-        with self._stream.after(mark):
-            packed = torch.cat(_views(self._rows, places))
-            torch.from_numpy(out).copy_(packed, non_blocking=True)
+    def gather(self, places: Places, out: Bytes, mark: int) -> Begun:
+        tables = self._tables(_packed(places), places)
 
-    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
-        sizes = [place[3] for place in places]
-        total = sum(sizes)
-        if self._staging.numel() < total:
-            self._staging = self._stream.pinned(total)
-        pinned: Bytes = self._staging[:total].numpy()
-        np.concatenate(parts, out=pinned)
-        with self._stream.after(mark):
-            packed = self._staging[:total].to(self._device, non_blocking=True)
-            for target, source in zip(_views(self._rows, places), torch.split(packed, sizes), strict=True):
-                target.copy_(source)
-        for place, part in zip(places, np.split(pinned, np.cumsum(sizes[:-1])), strict=True):
-            look(place)(part)
+        def issue() -> Tensor:
+            on_device = {kind: self._upload(table) for kind, table in tables.items()}
+            staging = torch.empty(len(out), dtype=torch.uint8, device=self._device)
+            for kind, (begins, ends_up, counts) in on_device.items():
+                move_spans(_flat(self._rows[kind]), _flat(staging), ends_up, begins, counts)
+            torch.from_numpy(out).copy_(staging, non_blocking=True)
+            return self._sums(on_device)
+
+        return self._stream.begin(mark, issue)
+
+    def scatter(self, source: Bytes, places: Places, mark: int) -> Begun:
+        tables = self._tables(_packed(places), places)
+
+        def issue() -> Tensor:
+            staging = torch.from_numpy(source).to(self._device, non_blocking=True)
+            return self._move(dict.fromkeys(tables, staging), tables)
+
+        return self._stream.begin(mark, issue)
+
+    def sums(self, places: Places, mark: int) -> Begun:
+        tables = self._tables(places, places)
+        return self._stream.begin(mark, lambda: self._sums({kind: self._upload(table) for kind, table in tables.items()}))
 
     def handles(self) -> bytes:
         if self._ipc is None:
             return b""
         try:
-            handles = pack_extents({kind: self._ipc.export(rows) for kind, rows in self._rows.items()})
+            return pack_extents({kind: self._ipc.export(rows) for kind, rows in self._rows.items()})
         except OSError as error:
             _log.warning("other processes of this host cannot read this GPU's KV, so it goes over the network path: %s", error)
             return b""
-        self.sums([("page", 0, 0, self._rows["page"].shape[1])], 0).result()  # compiled before anybody waits for it
-        return handles
 
     def open_peer(self, handles: bytes, rows: Rows) -> PeerRows:
         if self._ipc is None:
@@ -214,41 +240,42 @@ class CudaMemory(DeviceMemory):
             opened = self._ipc.open(extent, count * row_bytes)
             weakref.finalize(peer, self._ipc.close, opened).atexit = False  # a process that ends has closed everything
             peer.rows[kind] = _at(opened.address, self._device, count, row_bytes)
-        self.read(peer, [("page", 0, 0, self._rows["page"].shape[1])])  # compiles what reads it: the test is of the link
+        self.read(peer, self._one_page())  # for the first time: the test is of the link
         return peer
 
-    def fetch(self, peer: DevicePeer, sources: Sequence[Place], places: Sequence[Place], mark: int) -> Begun:
+    def fetch(self, peer: DevicePeer, sources: Places, places: Places, mark: int) -> Begun:
         assert isinstance(peer, PeerRows)
-        tables = self._tables(sources, places)
+        rows, tables = peer.rows, self._tables(sources, places)
+        return self._stream.begin(mark, lambda: self._move(rows, tables))
 
-        def issue() -> Tensor:
-            on_device = {kind: self._upload(table) for kind, table in tables.items()}
-            for kind, table in on_device.items():
-                move_spans(_flat(peer.rows[kind]), _flat(self._rows[kind]), *table)
-            return self._sums(on_device)
-
-        return self._stream.begin(mark, issue)
-
-    def read(self, peer: DevicePeer, sources: Sequence[Place]) -> None:
+    def read(self, peer: DevicePeer, sources: Places) -> None:
         assert isinstance(peer, PeerRows)
-        nowhere = [(kind, 0, offset, nbytes) for kind, _, offset, nbytes in sources]
+        nowhere = sources.copy()
+        nowhere[:, NUMBER] = 0
         with self._stream.after(0):
             for kind, table in self._tables(sources, nowhere).items():
                 scratch = torch.empty(peer.rows[kind].shape[1], dtype=torch.uint8, device=self._device)
                 move_spans(_flat(peer.rows[kind]), _flat(scratch), *self._upload(table))
 
-    def sums(self, places: Sequence[Place], mark: int) -> Begun:
-        tables = self._tables(places, places)
-        return self._stream.begin(mark, lambda: self._sums({kind: self._upload(table) for kind, table in tables.items()}))
+    def _one_page(self) -> Places:
+        """Which is nobody's."""
+        return np.array([(PAGE, 0, 0, self._rows["page"].shape[1])], dtype=np.uint32)
 
-    def _tables(self, sources: Sequence[Place], places: Sequence[Place]) -> dict[str, NDArray[np.int64]]:
+    def _tables(self, sources: Places, places: Places) -> dict[str, NDArray[np.int64]]:
         """By kind, what `span_table` gives."""
         tables = {}
-        for kind, rows in self._rows.items():
-            chosen = [i for i, place in enumerate(places) if place[0] == kind]
-            if chosen:
-                tables[kind] = span_table([sources[i] for i in chosen], [places[i] for i in chosen], rows.shape[1])
+        for number, kind in enumerate(KINDS):
+            chosen = places[:, KIND] == number
+            if chosen.any():
+                tables[kind] = span_table(sources[chosen], places[chosen], self._rows[kind].shape[1])
         return tables
+
+    def _move(self, sources: Mapping[str, Tensor], tables: Mapping[str, NDArray[np.int64]]) -> Tensor:
+        """Of each kind from its source to our rows; gives the sums of what is there then."""
+        on_device = {kind: self._upload(table) for kind, table in tables.items()}
+        for kind, table in on_device.items():
+            move_spans(_flat(sources[kind]), _flat(self._rows[kind]), *table)
+        return self._sums(on_device)
 
     def _upload(self, table: NDArray[np.int64]) -> Tensor:
         pinned = self._stream.pinned(table.nbytes).view(torch.int64).view(table.shape)
@@ -264,40 +291,36 @@ class CudaMemory(DeviceMemory):
         return self._stream.pinned(sums.nbytes).view(torch.int64).copy_(sums, non_blocking=True)
 
 
-def span_table(sources: Sequence[Place], places: Sequence[Place], row_bytes: int) -> NDArray[np.int64]:
+def span_table(sources: Places, places: Places, row_bytes: int) -> NDArray[np.int64]:
     """int64 [3, n], of places of one kind: where each span begins in the source, in the target, and how many words it has.
     A place is cut into spans of SPAN_WORDS words, the last one shorter. Raises ValueError for one not of whole words."""
-    numbers = np.array([(src[1], dst[1], dst[2], dst[3]) for src, dst in zip(sources, places, strict=True)], dtype=np.int64)
-    src, dst, offset, nbytes = numbers.T
-    if ((offset | nbytes | row_bytes) % _WORD_BYTES).any():
+    _, src, src_offset, _ = sources.astype(np.int64).T
+    _, dst, offset, nbytes = places.astype(np.int64).T
+    if ((src_offset | offset | nbytes | row_bytes) % WORD_BYTES).any():
         raise ValueError("a GPU reads whole words, and a place is not made of them")
-    words = nbytes // _WORD_BYTES
+    words = nbytes // WORD_BYTES
     cuts = -(-words // SPAN_WORDS)
-    of = np.repeat(np.arange(len(words)), cuts)
-    at = (np.arange(len(of)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * SPAN_WORDS
-    begins, ends_up = ((number * row_bytes + offset)[of] // _WORD_BYTES + at for number in (src, dst))
-    return np.stack([begins, ends_up, np.minimum(words[of] - at, SPAN_WORDS)])
+    cut_before = (np.cumsum(cuts) - cuts) * SPAN_WORDS  # words, as if every span were full
+    begins, ends_up = (first // WORD_BYTES for first in (src * row_bytes + src_offset, dst * row_bytes + offset))
+    table = np.repeat(np.stack((begins - cut_before, ends_up - cut_before, words + cut_before)), cuts, axis=1)
+    at = np.arange(table.shape[1]) * SPAN_WORDS
+    table[:2] += at
+    table[2] = np.minimum(table[2] - at, SPAN_WORDS)
+    return table
 
 
-def sum_weights() -> Tensor:
-    """int64 [SPAN_WORDS], odd and otherwise random, the same everywhere: splitmix64 of the index.
-
-    No change of one word keeps its span's sum, since weights are odd; one of several does by chance, in one of 2^32 cases at
-    most.
-    """
-    z = (np.arange(SPAN_WORDS, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return torch.from_numpy((z ^ (z >> np.uint64(31)) | np.uint64(1)).view(np.int64))
+def _packed(places: Places) -> Places:
+    """Where they are when they lie one behind the other."""
+    packed = places.copy()
+    packed[:, NUMBER] = 0
+    packed[1:, OFFSET] = np.cumsum(places[:-1, NBYTES])
+    packed[0, OFFSET] = 0
+    return packed
 
 
 def _flat(rows: Tensor) -> Tensor:
     """uint8 [rows, row_bytes] as int32 words."""
     return rows.view(-1).view(torch.int32)
-
-
-def _views(rows: Mapping[str, Tensor], places: Sequence[Place]) -> list[Tensor]:
-    return [rows[kind][number, offset : offset + nbytes] for kind, number, offset, nbytes in places]
 
 
 def _at(address: int, device: torch.device, count: int, row_bytes: int) -> Tensor:

@@ -18,8 +18,9 @@ from typing import Any
 import zmq
 
 from kvtransfer.sharing import NAME_BYTES, SharedMemory
+from kvtransfer.spans import SRC, from_bytes
 from kvtransfer.transports import BulkOptions, Event, Landed, Link, Lost
-from kvtransfer.transports.channel import REASON_BYTES, Channel, ChannelClosed, pack_event, unpack_spans
+from kvtransfer.transports.channel import REASON_BYTES, Channel, ChannelClosed, pack_event
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import MAX_HEADER_BYTES, Hello
 from kvtransfer.transports.inbound import Inbound
@@ -30,7 +31,7 @@ from kvtransfer.transports.seal import TAG_BYTES, Seal
 from wire.sockets import bind_port, open_context
 
 START_S = 10.0
-_PLACES = 1024  # in one message, and MAX_SPANS more at most, of 20 bytes each: it has to fit channel.MAX_BYTES
+_PLACES = 1024  # in one message, and MAX_SPANS more at most, of 16 bytes each: it has to fit channel.MAX_BYTES
 _log = logging.getLogger("kvtransfer")
 
 
@@ -121,7 +122,7 @@ class Engine:
                     self._inbound.revoke((rid, attempt))
                 case ["write", rid, attempt, peer, spans, mark, secret]:
                     seal = Seal(secret) if secret else None
-                    self._outbound.write(Job(peer, (rid, attempt), unpack_spans(spans), mark, seal))
+                    self._outbound.write(Job(peer, (rid, attempt), from_bytes(spans, SRC + 1), mark, seal))
                 case ["cancel", rid, attempt]:
                     self._outbound.cancel((rid, attempt))
 

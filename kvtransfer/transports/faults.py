@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from kvtransfer.digest import combine
-from kvtransfer.transports import Drained, Event, Key, Link, Lost, Span, Transport, Wrote
+from kvtransfer.spans import Spans, num_bytes
+from kvtransfer.transports import Drained, Event, Key, Link, Lost, Transport, Wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class _Held:
     due_s: float
     peer: str
     key: Key
-    spans: Sequence[Span]
+    spans: Spans
     seal: bytes
 
 
@@ -61,11 +62,11 @@ class FaultyTransport:
         self._cut: set[Key] = set()
         self.injected = dict.fromkeys(("drop", "delay", "corrupt", "stall", "cut"), 0)
 
-    def write(self, peer: str, key: Key, spans: Sequence[Span], seal: bytes = b"") -> None:
+    def write(self, peer: str, key: Key, spans: Spans, seal: bytes = b"") -> None:
         if key in self._cut:
             return
         if self._hit("drop"):
-            self._events.append(Wrote(key, len(spans), sum(span.nbytes for span in spans), 0))
+            self._events.append(Wrote(key, len(spans), num_bytes(spans), 0))
             return
         if self._hit("cut"):
             self._cut.add(key)

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.sharing import NAME_BYTES
-from kvtransfer.transports import Key, Place, Span
+from kvtransfer.spans import KIND, KINDS, NBYTES, SPAN_BYTES, SRC, Spans, from_bytes, to_bytes
+from kvtransfer.transports import Key
 
 MAX_SPANS = 4096
 MAX_FRAMES = 64  # of payload in one chunk
@@ -25,15 +26,14 @@ PATHS = ("zeromq", "shm", "cuda_ipc")
 SPOKEN = {"zeromq": "ZeroMQ", "shm": "shared memory", "cuda_ipc": "CUDA IPC"}
 MAX_HANDLES_BYTES = 1024  # what leads to a device's memory
 LANDED, LATE, REFUSED, CORRUPT = range(4)  # what an ACK says
-_KINDS = ("page", "slot")
 _HELLO = struct.Struct(f"<4sBxxxIIQ{NAME_BYTES}sIIII")
 _WELCOME = struct.Struct("<4sB")
 _CHUNK = struct.Struct(f"<4sBxxxIQQ{NAME_BYTES}sI")
-_SPAN = struct.Struct("<BxxxIIII")
 _ACK = struct.Struct("<4sBxxxQ")
+_DEVICE = 128  # in a WELCOME, beside the path
 _MAX_REASON_BYTES = 500
 MAX_REPLY_BYTES = _WELCOME.size + _MAX_REASON_BYTES  # the longest that a receiver says
-MAX_HEADER_BYTES = _CHUNK.size + MAX_SPANS * _SPAN.size
+MAX_HEADER_BYTES = _CHUNK.size + MAX_SPANS * SPAN_BYTES
 
 
 class BadFrame(ValueError):
@@ -58,20 +58,25 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
+    """`device`: the receiver's memory is one's, so that it makes the digests of sums (sums.py)."""
+
     path: str
     reason: str
+    device: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """`probe`: the bytes are for nobody, only their speed counts. `memory_name`: whose memory to fetch from, b"" when the
-    bytes come along. `number` is unique in the sender's process."""
+    bytes come along. `number` is unique in the sender's process. `sums`: the digest is of sums, since one of the two memories
+    is a device's."""
 
     key: Key
     number: int
-    spans: tuple[Span, ...]
+    spans: Spans
     memory_name: bytes = b""
     probe: bool = False
+    sums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ class Ack:
 def pack_hello(hello: Hello) -> bytes:
     pages, slots = hello.rows["page"], hello.rows["slot"]
     where = (hello.pid, hello.fd, hello.memory_bytes, hello.memory_name)
-    return _HELLO.pack(b"pdH3", PATHS.index(hello.path), *where, *pages, *slots)
+    return _HELLO.pack(b"pdH4", PATHS.index(hello.path), *where, *pages, *slots)
 
 
 def unpack_hello(frame: bytes | memoryview) -> Hello:
@@ -91,7 +96,7 @@ def unpack_hello(frame: bytes | memoryview) -> Hello:
     if len(frame) != _HELLO.size:
         raise BadFrame(f"{len(frame)} bytes are no hello")
     magic, path, pid, fd, memory_bytes, name, *rows = _HELLO.unpack(frame)
-    if magic != b"pdH3" or not 0 < path < len(PATHS):
+    if magic != b"pdH4" or not 0 < path < len(PATHS):
         raise BadFrame("not a hello of this protocol")
     if fd and PATHS[path] == "shm" and rows[0] * rows[1] + rows[2] * rows[3] != memory_bytes:
         raise BadFrame("rows and memory differ in size")
@@ -102,39 +107,36 @@ def unpack_hello(frame: bytes | memoryview) -> Hello:
 
 def pack_welcome(welcome: Welcome) -> bytes:
     reason = welcome.reason.encode()[:_MAX_REASON_BYTES]
-    return _WELCOME.pack(b"pdW2", PATHS.index(welcome.path)) + reason
+    return _WELCOME.pack(b"pdW2", PATHS.index(welcome.path) | (_DEVICE if welcome.device else 0)) + reason
 
 
 def unpack_welcome(frame: bytes | memoryview) -> Welcome:
     if not _WELCOME.size <= len(frame) <= MAX_REPLY_BYTES:
         raise BadFrame(f"{len(frame)} bytes are no welcome")
     magic, path = _WELCOME.unpack_from(frame)
-    if magic != b"pdW2" or path >= len(PATHS):
+    if magic != b"pdW2" or path & ~_DEVICE >= len(PATHS):
         raise BadFrame("not a welcome of this protocol")
-    return Welcome(PATHS[path], bytes(frame[_WELCOME.size :]).decode(errors="replace"))
+    return Welcome(PATHS[path & ~_DEVICE], bytes(frame[_WELCOME.size :]).decode(errors="replace"), bool(path & _DEVICE))
 
 
 def pack_chunk(chunk: Chunk) -> bytes:
     """Raises struct.error for a key or number that does not fit its field."""
     rid, attempt = chunk.key
-    flags = (1 if chunk.memory_name else 0) | (2 if chunk.probe else 0)
-    spans = [_SPAN.pack(_KINDS.index(s.kind), s.dst, s.offset, s.nbytes, s.src) for s in chunk.spans]
+    flags = (1 if chunk.memory_name else 0) | (2 if chunk.probe else 0) | (4 if chunk.sums else 0)
     name = chunk.memory_name or bytes(NAME_BYTES)
-    return _CHUNK.pack(b"pdK2", flags, attempt, rid, chunk.number, name, len(spans)) + b"".join(spans)
+    return _CHUNK.pack(b"pdK2", flags, attempt, rid, chunk.number, name, len(chunk.spans)) + to_bytes(chunk.spans)
 
 
 def unpack_chunk(frame: bytes | memoryview) -> Chunk:
     if not _CHUNK.size < len(frame) <= MAX_HEADER_BYTES:
         raise BadFrame(f"{len(frame)} bytes are no header")
     magic, flags, attempt, rid, number, name, count = _CHUNK.unpack_from(frame)
-    if magic != b"pdK2" or flags > 3 or len(frame) != _CHUNK.size + count * _SPAN.size:
+    if magic != b"pdK2" or flags > 7 or len(frame) != _CHUNK.size + count * SPAN_BYTES:
         raise BadFrame("not a chunk of this protocol")
-    spans = []
-    for kind, dst, offset, nbytes, src in _SPAN.iter_unpack(frame[_CHUNK.size :]):
-        if kind >= len(_KINDS) or nbytes == 0:
-            raise BadFrame(f"a span of kind {kind} and {nbytes} bytes")
-        spans.append(Span(_KINDS[kind], src, dst, offset, nbytes))
-    return Chunk((rid, attempt), number, tuple(spans), name if flags & 1 else b"", bool(flags & 2))
+    spans = from_bytes(frame[_CHUNK.size :], SRC + 1)
+    if spans[:, KIND].max() >= len(KINDS) or not spans[:, NBYTES].all():
+        raise BadFrame("a span of no known kind, or of no bytes")
+    return Chunk((rid, attempt), number, spans, name if flags & 1 else b"", bool(flags & 2), bool(flags & 4))
 
 
 def pack_ack(ack: Ack) -> bytes:
@@ -150,21 +152,17 @@ def unpack_ack(frame: bytes | memoryview) -> Ack:
     return Ack(number, status)
 
 
-def split_payload(spans: Sequence[Span], frames: Sequence[memoryview]) -> list[memoryview]:
+def split_payload(spans: Spans, frames: Sequence[memoryview]) -> list[memoryview]:
     """The bytes of each span (views). Raises BadFrame when spans and frames do not fit together."""
     parts: list[memoryview] = []
     used, at = 0, 0
-    for span in spans:
+    for nbytes in spans[:, NBYTES].tolist():
         if used < len(frames) and at == len(frames[used]):
             used, at = used + 1, 0
-        if used == len(frames) or at + span.nbytes > len(frames[used]):
+        if used == len(frames) or at + nbytes > len(frames[used]):
             raise BadFrame("payload and spans differ in length")
-        parts.append(frames[used][at : at + span.nbytes])
-        at += span.nbytes
+        parts.append(frames[used][at : at + nbytes])
+        at += nbytes
     if used != len(frames) - 1 or at != len(frames[used]):
         raise BadFrame("more payload than spans")
     return parts
-
-
-def places(spans: Sequence[Span]) -> tuple[Place, ...]:
-    return tuple(span.place for span in spans)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import zmq
 
-from kvtransfer.digest import SpanDigests, chunk_digest, combine
 from kvtransfer.sharing import SharedMemory
+from kvtransfer.spans import Places, places_of, sources_of, spoken, strays
 from kvtransfer.tombstones import Tombstones
-from kvtransfer.transports import Drained, Event, Key, Landed, Place
+from kvtransfer.transports import Drained, Event, Key, Landed
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
     CORRUPT,
@@ -31,16 +30,16 @@ from kvtransfer.transports.frame import (
     Welcome,
     pack_ack,
     pack_welcome,
-    places,
-    split_payload,
     unpack_chunk,
     unpack_hello,
 )  # fmt: skip
-from kvtransfer.transports.memory import Begun, CpuMemory, DeviceMemory, DevicePeer, Memory, Rows, shared_rows
-from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, BrokenSeal, Seal, tag_digest
+from kvtransfer.transports.memory import CpuMemory, DeviceMemory, DevicePeer, Memory, Rows, shared_rows
+from kvtransfer.transports.seal import BrokenSeal, Seal
+from kvtransfer.transports.unpacker import Arrival, Copy
 from kvtransfer.transports.window import Window
 
 _BURST = 4  # messages taken before sending gets its turn
+_MOST_LANDINGS = 16  # under way: with a chunk's bytes, what peers cost that keep to no credit
 _REMEMBERED = 4096  # closed windows: what is under way when one closes comes soon after
 _MAX_MAPPED = 64  # arenas of living peers; one more travels over the network path
 _LOOK_S = 1.0  # how often it is seen to that the owners of mapped arenas still live
@@ -63,14 +62,12 @@ class _Mapped:
 
 
 @dataclass(slots=True, eq=False)
-class _Fetch:
-    """A chunk whose bytes our device is fetching: who sent it, on whichever connections, is answered when they are there."""
+class _Landing:
+    """A chunk whose bytes are being copied: who sent it, on whichever connections, is answered when they are there."""
 
-    chunk: Chunk
-    wanted: tuple[Place, ...]
+    wanted: Places
     window: Window
-    source: DevicePeer  # which stays open as long as it is read
-    begun: Begun
+    copy: Copy
     identities: list[bytes]
 
 
@@ -87,17 +84,17 @@ class Inbound:
         self._revoked = Tombstones(_REMEMBERED)
         self._mapped: dict[bytes, _Mapped] = {}  # by the memory's name
         self._looked_s = 0.0
-        self._fetches: deque[_Fetch] = deque()  # in the order in which they end
-        self._draining: list[Key] = []  # revoked, while something is fetched for them
+        self._landings: deque[_Landing] = deque()  # in the order in which they end
+        self._draining: list[Key] = []  # revoked, while something is copied for them
         self._scratch = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
 
     def expect(self, key: Key, slot: int, pages: Sequence[int], mark: int, secret: bytes) -> None:
-        self._windows[key] = Window(slot, frozenset(pages), mark, Seal(secret) if secret else None)
+        self._windows[key] = Window(slot, pages, self._rows, mark, Seal(secret) if secret else None)
 
     def revoke(self, key: Key) -> None:
         if self._windows.pop(key, None) is not None:
             self._revoked.add(key)
-        if any(fetch.chunk.key == key for fetch in self._fetches):
+        if any(landing.copy.chunk.key == key for landing in self._landings):
             self._draining.append(key)
         else:
             self._emit(Drained(key))
@@ -110,33 +107,36 @@ class Inbound:
 
     def wait_ms(self) -> int:
         """How long the engine may sleep."""
-        if self._fetches:
+        if self._landings:
             return 0
         return int(_LOOK_S * 1000) if self._mapped else 10_000
 
     def settle(self, socket: zmq.Socket[bytes], idle: bool) -> None:
-        """Answers the fetches that are over; when there is nothing else to do, it waits for one. While the engine looks after
-        one chunk, the device copies those behind it."""
-        while self._fetches and (idle or self._fetches[0].begun.over()):
+        """Answers the copies that are over; when there is nothing else to do, it waits for one. While the engine looks after
+        one chunk, those behind it are copied."""
+        while self._landings and (idle or self._landings[0].copy.begun.over()):
             idle = False
-            fetch = self._fetches.popleft()
-            answer = pack_ack(Ack(fetch.chunk.number, self._end(fetch)))
-            for identity in fetch.identities:
+            landing = self._landings.popleft()
+            answer = pack_ack(Ack(landing.copy.chunk.number, self._end(landing)))
+            for identity in landing.identities:
                 socket.send_multipart([identity, answer], zmq.NOBLOCK)
-            for key in [key for key in self._draining if all(key != other.chunk.key for other in self._fetches)]:
+            landing_keys = {other.copy.chunk.key for other in self._landings}
+            for key in [key for key in self._draining if key not in landing_keys]:
                 self._draining.remove(key)
                 self._emit(Drained(key))
 
     def close(self) -> None:
-        """Waits for what the device still writes."""
-        while self._fetches:
-            self._end(self._fetches.popleft())
+        """Waits for what is still written."""
+        while self._landings:
+            self._end(self._landings.popleft())
 
     def receive(self, socket: zmq.Socket[bytes], before_landing: Callable[[], None]) -> None:
         """Takes the messages that are here now, a few at most. A bad one is counted, dropped, and answered so that an
         honest sender of it need not wait. `before_landing` brings the windows up to date: what is received may have been
         granted a moment ago."""
         for _ in range(_BURST):
+            if len(self._landings) >= _MOST_LANDINGS:
+                self.settle(socket, idle=True)
             try:
                 identity, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -150,8 +150,9 @@ class Inbound:
         """The reply to one message, b"" when it deserves none, or not yet."""
         header = bytes(frames[0]) if frames else b""
         try:
-            if header[:4] == b"pdH3":
-                return pack_welcome(self._welcome(unpack_hello(header)))
+            if header[:4] == b"pdH4":
+                welcome = self._welcome(unpack_hello(header))
+                return pack_welcome(replace(welcome, device=isinstance(self._memory, DeviceMemory)))
             chunk = unpack_chunk(header)
         except BadFrame:
             self._counters.add("bad_frames")
@@ -209,10 +210,10 @@ class Inbound:
         if not chunk.memory_name:
             parts = [np.frombuffer(frame, dtype=np.uint8) for frame in frames]
         elif isinstance(memory := self._source(chunk), CpuMemory):
-            parts = [memory.direct(span.source, 0) for span in chunk.spans]
+            parts = [memory.direct(source) for source in sources_of(chunk.spans).tolist()]
         else:
             assert isinstance(self._memory, DeviceMemory)
-            self._memory.read(memory, [span.source for span in chunk.spans])
+            self._memory.read(memory, sources_of(chunk.spans))
             return LANDED
         for part in parts:
             room = self._scratch[: len(part)]
@@ -221,10 +222,10 @@ class Inbound:
 
     def _land(self, chunk: Chunk, header: bytes, frames: list[memoryview], identity: bytes) -> int | None:
         """What becomes of a chunk; None when that is not known yet."""
-        for fetch in self._fetches:
-            if (fetch.chunk.key, fetch.chunk.number) == (chunk.key, chunk.number):
+        for landing in self._landings:
+            if (landing.copy.chunk.key, landing.copy.chunk.number) == (chunk.key, chunk.number):
                 self._counters.add("repeated_frames")
-                fetch.identities.append(identity)
+                landing.identities.append(identity)
                 return None
         window = self._windows.get(chunk.key)
         if window is None:
@@ -235,98 +236,39 @@ class Inbound:
         if chunk.number in window.numbers:  # sent again because our answer was lost
             self._counters.add("repeated_frames")
             return LANDED
-        wanted = places(chunk.spans)
-        if (refused := window.refused(wanted, self._rows)) is not None:
-            raise BadFrame(f"{refused} was not granted to {chunk.key}, or is not missing any more")
-        source = self._source_of(window, chunk, header, frames)
-        if isinstance(source, DevicePeer):
-            assert isinstance(self._memory, DeviceMemory)
-            try:
-                begun = self._memory.fetch(source, [span.source for span in chunk.spans], wanted, window.mark)
-            except ValueError as error:
-                raise BadFrame(str(error)) from error
-            window.land(chunk.number, wanted)  # now: nobody else may write there meanwhile
-            self._fetches.append(_Fetch(chunk, wanted, window, source, begun, [identity]))
-            return None
-        digest = self._write(window, chunk, source, wanted, header, frames)
-        window.land(chunk.number, wanted)
-        self._emit(Landed(chunk.key, wanted, digest))
-        return LANDED
+        wanted = places_of(chunk.spans)
+        ground = window.claim(wanted)
+        arrival, source = Arrival(chunk, window.seal, header, frames), None
+        if chunk.memory_name:
+            arrival.check_reference()
+            source = self._source(chunk)
+        copy = arrival.begin(self._memory, source, window.mark)
+        window.land(chunk.number, ground)  # now: nobody else may write there meanwhile
+        self._landings.append(_Landing(wanted, window, copy, [identity]))
+        return None
 
-    def _end(self, fetch: _Fetch) -> int:
-        """Of a fetch that is over, or is waited for: what is answered."""
+    def _end(self, landing: _Landing) -> int:
+        """Of one whose copy is over, or is waited for: what is answered."""
+        chunk = landing.copy.chunk
         try:
-            digest = chunk_digest(fetch.chunk.key, fetch.wanted, fetch.begun.result())
+            digest = landing.copy.digest()
         except Exception:  # a device fault costs this hand-off
-            _log.exception("a chunk of hand-off %s cannot be fetched", fetch.chunk.key)
-            fetch.window.numbers.discard(fetch.chunk.number)  # sent again, it is refused again
+            _log.exception("a chunk of hand-off %s cannot be landed", chunk.key)
+            landing.window.numbers.discard(chunk.number)  # sent again, it is refused again
             return REFUSED
-        self._emit(Landed(fetch.chunk.key, fetch.wanted, digest))
+        self._emit(Landed(chunk.key, landing.wanted, digest))
         return LANDED
-
-    def _source_of(
-        self, window: Window, chunk: Chunk, header: bytes, frames: list[memoryview]
-    ) -> CpuMemory | DevicePeer | None:
-        """The memory that a chunk's bytes are to be fetched from; None when they come along."""
-        if not chunk.memory_name:
-            return None
-        if window.seal is not None:
-            _check_header(window.seal, chunk, header, frames)
-        elif frames:
-            raise BadFrame("a chunk that is to be fetched, with bytes of its own")
-        return self._source(chunk)
-
-    def _write(
-        self,
-        window: Window,
-        chunk: Chunk,
-        source: CpuMemory | None,
-        wanted: tuple[Place, ...],
-        header: bytes,
-        frames: list[memoryview],
-    ) -> int:
-        """Puts a chunk's bytes, which a host can touch, in their places; gives their digest."""
-        if source is not None:
-            parts = [source.direct(span.source, 0) for span in chunk.spans]
-        elif window.seal is not None:
-            return self._unseal(window, chunk, wanted, header, frames)
-        else:
-            parts = [np.frombuffer(part, dtype=np.uint8) for part in split_payload(chunk.spans, frames)]
-        digests = SpanDigests(chunk.key)
-        self._memory.scatter(wanted, parts, window.mark, digests.begin)
-        return digests.combined()
 
     def _source(self, chunk: Chunk) -> CpuMemory | DevicePeer:
         """The memory that a chunk's bytes are to be fetched from; its spans are inside."""
         if chunk.memory_name not in self._mapped:
             raise BadFrame("a chunk of memory that is not mapped here")
         mapped = self._mapped[chunk.memory_name]
-        for span in chunk.spans:
-            count, row_bytes = mapped.hello.rows[span.kind]
-            if span.src >= count or span.offset + span.nbytes > row_bytes:
-                raise BadFrame(f"{span} is not inside the sender's memory")
+        sources = sources_of(chunk.spans)
+        outside = strays(sources, mapped.hello.rows)
+        if outside.any():
+            raise BadFrame(f"{spoken(sources[outside][0])} is not inside the sender's memory")
         return mapped.memory
-
-    def _unseal(self, window: Window, chunk: Chunk, wanted: tuple[Place, ...], header: bytes, frames: list[memoryview]) -> int:
-        """Decrypts frame by frame: a large span straight into its place, small ones by way of a buffer."""
-        assert window.seal is not None
-        inner = [frame[:-TAG_BYTES] if len(frame) > TAG_BYTES else frame[:0] for frame in frames]
-        split_payload(chunk.spans, inner)  # only for its check
-        at = 0
-        for index, (sealed, data) in enumerate(zip(frames, inner, strict=True)):
-            group: list[Place] = []
-            filled = 0
-            while filled < len(data):
-                group.append(wanted[at])
-                filled += wanted[at][3]
-                at += 1
-            target = self._memory.direct(group[0], window.mark) if len(group) == 1 else None
-            plain = target if target is not None else np.empty(len(data), dtype=np.uint8)
-            window.seal.open_into(chunk.number, index, sealed, header, plain)
-            if target is None:
-                parts = np.split(plain, np.cumsum([place[3] for place in group[:-1]]))
-                self._memory.scatter(group, parts, window.mark)
-        return combine(tag_digest(frame) for frame in frames)
 
 
 def _process_start(pid: int) -> str:
@@ -336,10 +278,3 @@ def _process_start(pid: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]  # its state; field 22 of proc(5), counted from behind the name
-
-
-def _check_header(seal: Seal, chunk: Chunk, header: bytes, frames: Sequence[memoryview]) -> None:
-    if len(frames) != 1:
-        raise BadFrame("a sealed chunk that is to be fetched has one tag")
-    nothing: Any = np.empty(0, dtype=np.uint8)
-    seal.open_into(chunk.number, NO_PAYLOAD, frames[0], header, nothing)

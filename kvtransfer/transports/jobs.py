@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtransfer.digest import combine
+from kvtransfer.spans import NBYTES, Spans
 from kvtransfer.tombstones import Tombstones
-from kvtransfer.transports import Drained, Event, Key, Lost, Span, Wrote
+from kvtransfer.transports import Drained, Event, Key, Lost, Wrote
 from kvtransfer.transports.frame import MAX_SPANS
 from kvtransfer.transports.seal import Seal
 
@@ -20,13 +24,17 @@ class Job:
 
     peer: str
     key: Key
-    spans: list[Span]
+    spans: Spans
     mark: int
     seal: Seal | None
     cut: int = 0  # spans that are in chunks
     landed: int = 0  # spans
     num_bytes: int = 0  # landed
     digest: int = 0
+    ends: NDArray[np.int64] = field(init=False)  # of each span, among all bytes of the job
+
+    def __post_init__(self) -> None:
+        self.ends = np.cumsum(self.spans[:, NBYTES], dtype=np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +43,12 @@ class Piece:
 
     job: Job
     number: int
-    spans: tuple[Span, ...]
+    spans: Spans
+    num_bytes: int
+    made: Callable[[], int] = lambda: 0  # waits for the digest
     digest: int = 0
     landed: bool = False
-    trackers: list[Any] = field(default_factory=list)  # of frames that libzmq may still read, on connections that are gone
+    trackers: list[Any] = field(default_factory=list)  # of copies, and of frames in libzmq, for connections that are gone
 
 
 class Jobs:
@@ -90,11 +100,10 @@ class Jobs:
         if not queue:
             return None
         job = queue[0]
-        end, total = job.cut + 1, job.spans[job.cut].nbytes
-        while end < len(job.spans) and end - job.cut < MAX_SPANS and total + job.spans[end].nbytes <= chunk_bytes:
-            total += job.spans[end].nbytes
-            end += 1
-        piece = Piece(job, next(self._numbers), tuple(job.spans[job.cut : end]))
+        begin = int(job.ends[job.cut - 1]) if job.cut else 0
+        fitting = int(job.ends.searchsorted(begin + chunk_bytes, side="right"))
+        end = min(max(fitting, job.cut + 1), job.cut + MAX_SPANS)
+        piece = Piece(job, next(self._numbers), job.spans[job.cut : end], int(job.ends[end - 1]) - begin)
         job.cut = end
         if end == len(job.spans):
             queue.popleft()
@@ -146,7 +155,7 @@ class Jobs:
         job, key = piece.job, piece.job.key
         if piece.landed:
             job.landed += len(piece.spans)
-            job.num_bytes += sum(span.nbytes for span in piece.spans)
+            job.num_bytes += piece.num_bytes
             job.digest = combine((job.digest, piece.digest))
             if job.landed == len(job.spans) and key not in self._ending:
                 self._emit(Wrote(key, job.landed, job.num_bytes, job.digest))

@@ -1,66 +1,33 @@
-"""CPU memory as a transport sees it: rows of bytes, of this process or of a peer that was mapped."""
+"""An arena's memory as a transport sees it: rows of bytes, on the CPU (of this process, or of a peer that was mapped) or on a
+device."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.sharing import SharedMemory
-from kvtransfer.transports import Place
+from kvtransfer.spans import KINDS, NBYTES, Place, Places
 
 Bytes = NDArray[np.uint8]
 Rows = dict[str, tuple[int, int]]  # kind -> (rows, bytes of one)
 Look = Callable[[Place], Callable[[Bytes], None]]
+T = TypeVar("T")
 
-
-PIECE_BYTES = 256 << 10  # read and written, twice of it stays in a core's cache
-_SHARED_BYTES = 8 << 20  # from here on two threads copy: for less, telling the other one costs what it gains
+PIECE_BYTES = 256 << 10  # of whole spans (sums.py); read and written, twice of it stays in a core's cache
+_TASK_BYTES = 4 << 20  # what a copying thread is told to do at once: for less, telling it costs what it gains
+_THREADS = ThreadPoolExecutor(2, "kv-copy")  # of this process; one copies and looks at no more than 5 GB/s
 
 
 def no_look(place: Place) -> Callable[[Bytes], None]:
     return lambda piece: None
-
-
-class Memory(Protocol):
-    """Used by the transport's thread, except `mark`, which belongs to the thread that computes."""
-
-    def enter(self) -> None:
-        """The transport's thread begins: its first call."""
-        ...
-
-    def mark(self) -> int:
-        """Names a point in the computing thread's work; a copy that is given it starts after what was issued before."""
-        ...
-
-    def reached(self, mark: int) -> bool:
-        """Whether a copy that is given this mark would not have to wait."""
-        ...
-
-    def direct(self, place: Place, mark: int) -> Bytes | None:
-        """The very bytes of a place, to be sent from or written to; None where a host cannot touch them."""
-        ...
-
-    def buffer(self, nbytes: int) -> Bytes:
-        """A fresh uint8 host buffer that `gather` writes to fast; it may be handed to a socket without a copy."""
-        ...
-
-    def gather(self, places: Sequence[Place], out: Bytes, mark: int) -> None:
-        """Packs the bytes of `places`, one after the other, into `out`; done when it returns."""
-        ...
-
-    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
-        """Puts `parts` to `places`; done when it returns. What `look` gives for a place is shown the bytes that its digest is
-        to be made of: in order, piece by piece, while they are in the cache. Several places may be shown at a time.
-
-        In CPU memory these are the arena's own bytes, so that the digest covers what really landed. From a device they
-        would have to come back over PCIe: there they are the received bytes, and the copy is trusted.
-        """
-        ...
 
 
 class DevicePeer:
@@ -68,7 +35,7 @@ class DevicePeer:
 
 
 class Begun(Protocol):
-    """Work of a device that was started."""
+    """Work of a device, or of other threads, that was started."""
 
     def over(self) -> bool:
         """Whether `result` would not have to wait."""
@@ -79,40 +46,97 @@ class Begun(Protocol):
         ...
 
 
+class Task(Generic[T]):
+    """A call that one of the copying threads makes, or, if none has begun with it, who asks for its result: where cores are
+    few, that is most of them."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._future = _THREADS.submit(call)
+
+    def over(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> T:
+        """Asked for once."""
+        return self._call() if self._future.cancel() else self._future.result()
+
+
+class Copying:
+    """See `Begun`: the tasks of one copy in the CPU's memory, of which there is nothing to be told."""
+
+    def __init__(self, tasks: Sequence[Task[None]] = ()) -> None:
+        self._tasks = tasks
+
+    def over(self) -> bool:
+        return all(task.over() for task in self._tasks)
+
+    def result(self) -> bytes:
+        with ExitStack() as all_of_them:  # the last one first; when one fails nothing may be written either once this returns
+            for task in self._tasks:
+                all_of_them.callback(task.result)
+        return b""
+
+
 class DeviceMemory(ABC):
-    """What a device's memory can do beside that (see `Memory`) for ends on one host: bytes that no host touches."""
+    """Memory that no host touches. Copies are begun, and end in that order; what a copy reads and writes is left alone until it
+    is over. It comes to the sums of the places in this memory (sums.py), made by the device of what is there: a few numbers
+    that stand for all bytes in a digest. Places that are not made of whole words raise ValueError.
+
+    Used by the transport's thread, except `mark` and `handles`, which belong to the thread that computes.
+    """
+
+    @abstractmethod
+    def enter(self) -> None:
+        """The transport's thread begins: its first call."""
+
+    @abstractmethod
+    def mark(self) -> int:
+        """Names a point in the computing thread's work; a copy that is given it starts after what was issued before."""
+
+    @abstractmethod
+    def reached(self, mark: int) -> bool:
+        """Whether a copy that is given this mark would not have to wait."""
+
+    @abstractmethod
+    def buffer(self, nbytes: int) -> Bytes:
+        """Host memory for `gather` and `scatter`, which may also be handed to a socket without a copy. It serves again when
+        nobody refers to it any more."""
+
+    @abstractmethod
+    def gather(self, places: Places, out: Bytes, mark: int) -> Begun:
+        """Starts to pack the bytes of `places`, one after the other, into `out`, a `buffer`."""
+
+    @abstractmethod
+    def scatter(self, source: Bytes, places: Places, mark: int) -> Begun:
+        """Starts to put what is packed in `source`, a `buffer`, to `places`."""
+
+    @abstractmethod
+    def sums(self, places: Places, mark: int) -> Begun:
+        """Starts nothing but the sums."""
 
     @abstractmethod
     def handles(self) -> bytes:
-        """What leads another process of this host to this memory; b"" when nothing does. Called by the owner's thread."""
+        """What leads another process of this host to this memory; b"" when nothing does."""
 
     @abstractmethod
     def open_peer(self, handles: bytes, rows: Rows) -> DevicePeer:
         """Raises OSError when it cannot be opened, ValueError when it is not what it is said to be."""
 
     @abstractmethod
-    def fetch(self, peer: DevicePeer, sources: Sequence[Place], places: Sequence[Place], mark: int) -> Begun:
-        """Starts to copy a peer's `sources` to our `places`. Comes to the `sums` of what is there then. Raises ValueError
-        for places that are not made of whole words."""
+    def fetch(self, peer: DevicePeer, sources: Places, places: Places, mark: int) -> Begun:
+        """Starts to copy a peer's `sources` to our `places`."""
 
     @abstractmethod
-    def read(self, peer: DevicePeer, sources: Sequence[Place]) -> None:
+    def read(self, peer: DevicePeer, sources: Places) -> None:
         """Reads a peer's `sources` to nowhere: only the speed counts."""
-
-    @abstractmethod
-    def sums(self, places: Sequence[Place], mark: int) -> Begun:
-        """Comes to what a digest of the bytes of `places`, made on the device, consists of: a few of them stand for all."""
 
 
 class CpuMemory:
-    """Numpy views over rows: one copy a span, without torch's cost per slice.
-
-    One thread copies and looks at no more than 5 GB/s, less than what the rest of a path can do, so a second one helps.
-    """
+    """Numpy views over rows: one copy a span, without torch's cost per slice."""
 
     def __init__(self, rows: Mapping[str, Bytes]) -> None:
         self._rows = rows
-        self._helper = ThreadPoolExecutor(1, "kv-copy")  # its thread begins with the first thing it is given
 
     def enter(self) -> None:
         return None
@@ -123,37 +147,37 @@ class CpuMemory:
     def reached(self, mark: int) -> bool:
         return True
 
-    def direct(self, place: Place, mark: int) -> Bytes:
+    def direct(self, place: Place) -> Bytes:
+        """The very bytes of a place, to be sent from or written to."""
         kind, number, offset, nbytes = place
-        return self._rows[kind][number, offset : offset + nbytes]
+        return self._rows[KINDS[kind]][number, offset : offset + nbytes]
 
-    def buffer(self, nbytes: int) -> Bytes:
-        return np.empty(nbytes, dtype=np.uint8)
-
-    def gather(self, places: Sequence[Place], out: Bytes, mark: int) -> None:
+    def gather(self, places: Places, out: Bytes) -> None:
+        """Packs the bytes of `places`, one after the other, into `out`."""
         at = 0
-        for place in places:
-            out[at : at + place[3]] = self.direct(place, mark)
-            at += place[3]
+        for place in places.tolist():
+            out[at : at + place[NBYTES]] = self.direct(place)
+            at += place[NBYTES]
 
-    def scatter(self, places: Sequence[Place], parts: Sequence[Bytes], mark: int, look: Look = no_look) -> None:
-        half = len(places) // 2 if sum(place[3] for place in places) >= _SHARED_BYTES else 0
-        other = self._helper.submit(self._put, places[:half], parts[:half], look) if half else None
-        try:
-            self._put(places[half:], parts[half:], look)
-        finally:  # also when ours failed: nothing may be written once this returns
-            if other is not None:
-                wait([other])
-        if other is not None:
-            other.result()
+    def scatter(self, places: Places, parts: Sequence[Bytes], look: Look = no_look) -> Begun:
+        """Starts to put `parts` to `places`. What `look` gives for a place is shown the bytes that its digest is to be made
+        of: the arena's own, so that it covers what really landed, in order, piece by piece, while they are in the cache.
+        Several places may be shown at a time."""
+        looks = [look(place) for place in places.tolist()]
+        cuts = np.flatnonzero(np.diff(np.cumsum(places[:, NBYTES], dtype=np.int64) // _TASK_BYTES, prepend=-1)).tolist()
+        parts_of = zip(cuts, [*cuts[1:], len(places)], strict=True)
+        return Copying([Task(partial(self._put, places[i:j], parts[i:j], looks[i:j])) for i, j in parts_of])
 
-    def _put(self, places: Sequence[Place], parts: Sequence[Bytes], look: Look) -> None:
-        for place, part in zip(places, parts, strict=True):
-            target, show = self.direct(place, 0), look(place)
-            for begin in range(0, place[3], PIECE_BYTES):
+    def _put(self, places: Places, parts: Sequence[Bytes], looks: Sequence[Callable[[Bytes], None]]) -> None:
+        for place, part, show in zip(places.tolist(), parts, looks, strict=True):
+            target = self.direct(place)
+            for begin in range(0, place[NBYTES], PIECE_BYTES):
                 piece = target[begin : begin + PIECE_BYTES]
                 piece[:] = part[begin : begin + PIECE_BYTES]
                 show(piece)
+
+
+Memory = CpuMemory | DeviceMemory
 
 
 def shared_rows(memory: SharedMemory, rows: Rows) -> dict[str, Bytes]:

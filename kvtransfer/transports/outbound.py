@@ -2,21 +2,26 @@
 
 A peer is greeted when something is first written to it: HELLO, WELCOME with the path it is to be, then a test of that
 path's speed. A chunk counts against its connection's credit until it is acknowledged, so what is under way is bounded
-and our memory is known to be free again. When a connection breaks, the peer is greeted afresh and what was not
-acknowledged goes out again: the receiver knows each chunk by its number.
+and our memory is known to be free again. Out of a device's memory it is copied first, while others are on the wire. When a
+connection breaks, the peer is greeted afresh and what was not acknowledged goes out again: the receiver knows each chunk by
+its number.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import numpy as np
 import zmq
 
-from kvtransfer.transports import BulkOptions, Event, Key, Link, Span
+from kvtransfer.spans import PAGE
+from kvtransfer.transports import BulkOptions, Event, Key, Link
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
     CORRUPT,
@@ -34,8 +39,8 @@ from kvtransfer.transports.frame import (
     unpack_welcome,
 )  # fmt: skip
 from kvtransfer.transports.jobs import Job, Jobs, Piece
-from kvtransfer.transports.memory import Memory
-from kvtransfer.transports.packer import Digest, Packer
+from kvtransfer.transports.memory import DeviceMemory, Memory
+from kvtransfer.transports.packer import Packer, Parcel
 
 CHUNK_BYTES = 4 << 20  # payload of one chunk at most, unless one span is larger: less costs wake-ups, more cache
 FETCH_BYTES = {"shm": 16 << 20, "cuda_ipc": 128 << 20}  # the same where nothing but headers is on the wire: about 3 ms each
@@ -55,12 +60,17 @@ _REFUSALS = {
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One connection and what is under way on it, by chunk number (None: a probe)."""
+    """One connection, what is to go out on it, and what is under way (None: a probe), by chunk number."""
 
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    parcels: dict[int, Parcel] = field(default_factory=dict)
     under_way: dict[int, Piece | None] = field(default_factory=dict)
     trackers: dict[int, list[Any]] = field(default_factory=dict)
+
+    @property
+    def credit(self) -> int:
+        return CREDIT - len(self.parcels) - len(self.under_way)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +79,7 @@ class Peer:
     moved_s: float  # when it last took something, or had nothing to take
     lanes: list[Lane] = field(default_factory=list)
     path: str = ""  # once it has answered our HELLO
+    device: bool = False
     why: str = ""
     link: Link | None = None  # once its test is over
     probe_begin_s: float = 0.0
@@ -78,7 +89,7 @@ class Peer:
 
     @property
     def busy(self) -> bool:
-        return any(lane.under_way for lane in self.lanes)
+        return any(lane.credit < CREDIT for lane in self.lanes)
 
 
 class Outbound:
@@ -107,6 +118,7 @@ class Outbound:
         self._numbers = count(1)
         self._jobs = Jobs(emit, self._numbers)
         self._peers: dict[str, Peer] = {}
+        self._parcels: deque[tuple[Lane, Parcel]] = deque()  # not sent yet, in the order in which their copies end
 
     def write(self, job: Job) -> None:
         self._jobs.add(job)
@@ -115,20 +127,25 @@ class Outbound:
         self._jobs.cancel(key)
 
     def turn(self, ready: set[Any], now_s: float) -> None:
-        """Reads what peers say, and sends what they have credit for: a chunk per connection."""
+        """Reads what peers say, begins what they have credit for, a chunk per connection, and sends what is copied; when there
+        is nothing else to do, it waits for one copy."""
         for peer in list(self._peers.values()):
             if any(lane.monitor in ready and _broken(lane) for lane in peer.lanes):
                 self._reconnect(peer, now_s)
             for lane in peer.lanes:
                 if lane.socket in ready:
                     self._listen(peer, lane, now_s)
+        copying = len(self._parcels)
         for address in self._jobs.peers():
             self._serve(address, now_s)
+        self._send_parcels(idle=not ready and len(self._parcels) == copying)
         self._expire(now_s)
         self._jobs.settle()
 
     def wait_ms(self) -> int:
-        """How long the engine may sleep: 0 when something could be sent now."""
+        """How long the engine may sleep: 0 when something could be sent now, or is being copied."""
+        if self._parcels:
+            return 0
         open_peers = [peer for peer in map(self._peers.get, self._jobs.peers()) if peer is not None and self._can_send(peer)]
         if open_peers:
             return 0 if any(map(self._computed, open_peers)) else COMPUTING_MS
@@ -137,6 +154,10 @@ class Outbound:
         return 250 if self._jobs.peers() or any(peer.busy for peer in self._peers.values()) else 10_000
 
     def close(self) -> None:
+        """Waits for what the device still reads."""
+        for _, parcel in self._parcels:
+            with suppress(Exception):
+                parcel.wait()
         for peer in self._peers.values():
             self._drop_lanes(peer)
 
@@ -155,7 +176,7 @@ class Outbound:
             peer.link = None
             self._greet(peer, now_s)  # from the start: whether its path is what was asked for is found out with WELCOME
         elif self._can_send(peer):
-            self._send(peer, now_s)
+            self._begin(peer, now_s)
 
     def _greet(self, peer: Peer, now_s: float) -> None:
         peer.path, peer.moved_s = "", now_s
@@ -171,7 +192,7 @@ class Outbound:
         welcome = unpack_welcome(frame)
         if peer.path:
             return
-        peer.path, peer.why = welcome.path, welcome.reason
+        peer.path, peer.why, peer.device = welcome.path, welcome.reason, welcome.device
         if self._options.path not in ("auto", peer.path):
             link = Link(peer.path, 0.0, f"{SPOKEN[self._options.path]} is asked for and cannot be had: {peer.why}", False)
             self._tested(peer, link, now_s)
@@ -184,21 +205,20 @@ class Outbound:
     def _test(self, peer: Peer, now_s: float) -> None:
         """Sends page 0, which is nobody's, a few times over all connections; the last answer ends the test."""
         row_bytes = self._hello.rows["page"][1]
-        span = Span("page", 0, 0, 0, row_bytes)
         name = self._name(peer)
-        spans = (span,) * max(1, min(FETCH_BYTES.get(peer.path, CHUNK_BYTES) // row_bytes, 256 if name else 16))
+        pages = max(1, min(FETCH_BYTES.get(peer.path, CHUNK_BYTES) // row_bytes, 256 if name else 16))
+        spans = np.array([(PAGE, 0, 0, row_bytes, 0)] * pages, dtype=np.uint32)
         peer.link, peer.probe_begin_s, peer.tested_s, peer.moved_s = None, time.perf_counter(), now_s, now_s
-        rounds = max(1, min(PROBE_BYTES // (row_bytes * len(spans)), CREDIT))
-        data = self._memory.buffer(row_bytes)
-        data[:] = 0
+        rounds = max(1, min(PROBE_BYTES // (row_bytes * pages), CREDIT))
+        data = np.zeros(row_bytes, dtype=np.uint8)
         for _ in range(rounds):
             for lane in peer.lanes:
                 chunk = Chunk((0, 0), next(self._numbers), spans, name, probe=True)
-                payload: list[Any] = [] if name else [data] * len(spans)
+                payload: list[Any] = [] if name else [data] * pages
                 lane.socket.send_multipart([pack_chunk(chunk), *payload], copy=False)
                 lane.under_way[chunk.number] = None
         peer.probes_left = rounds * len(peer.lanes)
-        peer.probe_bytes = peer.probes_left * row_bytes * len(spans)
+        peer.probe_bytes = peer.probes_left * row_bytes * pages
 
     def _tested(self, peer: Peer, link: Link, now_s: float) -> None:
         peer.link, peer.tested_s = link, now_s
@@ -245,6 +265,10 @@ class Outbound:
                 if piece is not None:
                     piece.trackers += lane.trackers[number]
                     self._jobs.send_again(piece)
+            for parcel in lane.parcels.values():
+                parcel.piece.trackers.append(parcel)
+                self._jobs.send_again(parcel.piece)
+            lane.parcels.clear()
         peer.lanes = []
 
     # --- sending
@@ -255,36 +279,58 @@ class Outbound:
 
     def _can_send(self, peer: Peer) -> bool:
         tested = peer.link is not None and peer.link.usable and peer.path
-        return bool(tested) and any(len(lane.under_way) < CREDIT for lane in peer.lanes)
+        return bool(tested) and any(lane.credit > 0 for lane in peer.lanes)
 
     def _computed(self, peer: Peer) -> bool:
         """Whether the next chunk for it could be read now: waiting for it would hold up the others."""
         mark = self._jobs.next_mark(peer.address)
         return mark is None or self._memory.reached(mark)
 
-    def _send(self, peer: Peer, now_s: float) -> None:
+    def _begin(self, peer: Peer, now_s: float) -> None:
         if not peer.busy:
             peer.moved_s = now_s
         for lane in peer.lanes:
-            if len(lane.under_way) < CREDIT and self._computed(peer):
+            if lane.credit > 0 and self._computed(peer):
                 piece = self._jobs.next_piece(peer.address, FETCH_BYTES.get(peer.path, CHUNK_BYTES))
                 if piece is None:
                     return
                 try:
-                    digest = self._send_piece(peer, lane, piece)
-                    piece.digest = digest()
-                except Exception as error:  # whatever it is (a device fault, no memory), it costs this hand-off only
-                    self._jobs.lose(piece.job.key, f"cannot be sent: {type(error).__name__}: {error}")
-                    if piece.number not in lane.under_way:  # else its answer comes
-                        self._jobs.release(piece)
+                    parcel = self._parcel(peer, piece)
+                except Exception as error:
+                    self._lose(piece, error)
+                    self._jobs.release(piece)
+                else:
+                    lane.parcels[piece.number] = parcel
+                    self._parcels.append((lane, parcel))
 
-    def _send_piece(self, peer: Peer, lane: Lane, piece: Piece) -> Digest:
-        name = self._name(peer)
-        header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name))
-        frames, digest = self._packer.reference(piece, header) if name else self._packer.payload(piece, header)
-        lane.under_way[piece.number], lane.trackers[piece.number] = piece, _send_frames(lane.socket, header, frames)
+    def _parcel(self, peer: Peer, piece: Piece) -> Parcel:
+        name, sums = self._name(peer), peer.device or isinstance(self._memory, DeviceMemory)
+        header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name, sums=sums))
+        make = self._packer.reference if name else self._packer.payload
+        return make(piece, header, sums)
+
+    def _send_parcels(self, idle: bool) -> None:
+        while self._parcels and (idle or self._parcels[0][1].done):
+            idle = False
+            lane, parcel = self._parcels.popleft()
+            if lane.parcels.pop(parcel.piece.number, None) is None:
+                continue  # its connection broke meanwhile
+            try:
+                self._send(lane, parcel)
+            except Exception as error:
+                self._lose(parcel.piece, error)
+                if parcel.piece.number not in lane.under_way:  # else its answer comes
+                    self._jobs.release(parcel.piece)
+
+    def _send(self, lane: Lane, parcel: Parcel) -> None:
+        piece = parcel.piece
+        frames, piece.made = parcel.pack()
+        lane.under_way[piece.number], lane.trackers[piece.number] = piece, _send_frames(lane.socket, parcel.header, frames)
         self._counters.add("chunks_sent")
-        return digest
+
+    def _lose(self, piece: Piece, error: Exception) -> None:
+        """Whatever it is (a device fault, no memory), it costs this hand-off only."""
+        self._jobs.lose(piece.job.key, f"cannot be sent: {type(error).__name__}: {error}")
 
     # --- what peers say
 
@@ -322,7 +368,16 @@ class Outbound:
             self._jobs.lose(piece.job.key, f"{peer.address} {why} of this hand-off", ack.status == CORRUPT)
             self._jobs.release(piece)
         else:
-            self._counters.add("bulk_bytes_sent", sum(span.nbytes for span in piece.spans))
+            self._counters.add("bulk_bytes_sent", piece.num_bytes)
+            self._landed(piece)
+
+    def _landed(self, piece: Piece) -> None:
+        try:
+            piece.digest = piece.made()
+        except Exception as error:
+            self._lose(piece, error)
+            self._jobs.release(piece)
+        else:
             self._jobs.landed(piece)
 
     def _measured(self, peer: Peer, now_s: float) -> None:

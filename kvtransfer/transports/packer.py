@@ -2,77 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+
+import numpy as np
 
 from kvtransfer.digest import chunk_digest, combine, span_digest
-from kvtransfer.transports import Key, Span
-from kvtransfer.transports.jobs import Job, Piece
-from kvtransfer.transports.memory import DeviceMemory, Memory
-from kvtransfer.transports.seal import NO_PAYLOAD, tag_digest
+from kvtransfer.spans import NBYTES, Place, Spans, num_bytes, places_of, sources_of
+from kvtransfer.transports import Key
+from kvtransfer.transports.jobs import Piece
+from kvtransfer.transports.memory import Begun, Bytes, CpuMemory, Memory, Task
+from kvtransfer.transports.seal import NO_PAYLOAD, Seal, tag_digest
+from kvtransfer.transports.sums import HostSums
 
 DIRECT_BYTES = 128 << 10  # a span from this size on is a frame by itself; below, packing is cheaper than a frame
-Group = tuple[list[Span], Any]  # spans, and their bytes one after the other
-Digest = Callable[[], int]  # to be made when the bytes are on their way: then the peer does not wait for it
+Group = tuple[Spans, Bytes]  # spans, and their bytes one after the other
+Digest = Callable[[], int]  # waits for it: it is made while the bytes are on their way
+Packed = tuple[Sequence[Bytes | bytearray], Digest]  # a chunk's frames, which go behind its header
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel:
+    """A chunk that is to be sent once it is `done`. `pack` is called once, then, and raises what a device raises."""
+
+    piece: Piece
+    header: bytes
+    pack: Callable[[], Packed]
+    begun: Begun | None = None  # the copy out of a device
+
+    @property
+    def done(self) -> bool:
+        return self.begun is None or self.begun.over()
+
+    def wait(self) -> None:
+        if self.begun is not None:
+            self.begun.result()
 
 
 class Packer:
-    """Over one arena's memory. Raises what a device raises."""
+    """Over one arena's memory. Raises what a device raises, and ValueError for what one cannot read."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
-    def reference(self, piece: Piece, header: bytes) -> tuple[list[Any], Digest]:
-        """The frames (none, or a tag over the header) and the digest of a chunk that the peer fetches."""
+    def reference(self, piece: Piece, header: bytes, sums: bool) -> Parcel:
+        """Of a chunk that the peer fetches: no frames, or a tag over the header."""
+        return Parcel(piece, header, partial(self._reference, piece, header, sums))
+
+    def payload(self, piece: Piece, header: bytes, sums: bool) -> Parcel:
+        """Of a chunk whose bytes go along. Large spans of the CPU's memory are the arena's own bytes; out of a device's the
+        copy begins now. `sums`: see `Chunk`."""
+        if isinstance(self._memory, CpuMemory):
+            return Parcel(piece, header, partial(_payload, self._memory, piece, header, sums))
+        packed = self._memory.buffer(piece.num_bytes)
+        begun = self._memory.gather(sources_of(piece.spans), packed, piece.job.mark)
+        return Parcel(piece, header, partial(_from_device, piece, header, packed, begun), begun)
+
+    def _reference(self, piece: Piece, header: bytes, sums: bool) -> Packed:
         job, spans = piece.job, piece.spans
         frames = [] if job.seal is None else [job.seal.close(piece.number, NO_PAYLOAD, b"", header)]
-        if isinstance(self._memory, DeviceMemory):
-            sums = self._memory.sums([span.source for span in spans], job.mark)
-            if not self._memory.reached(job.mark):  # our stream waits for what computes these pages; the peer's cannot
-                sums.result()
-            return frames, lambda: chunk_digest(job.key, [span.place for span in spans], sums.result())
-        return frames, partial(_digest, job.key, [([span], self._direct(span, job)) for span in spans])
-
-    def payload(self, piece: Piece, header: bytes) -> tuple[list[Any], Digest]:
-        """The frames of a chunk and their digest; large spans are the arena's own bytes."""
-        job, seal = piece.job, piece.job.seal
-        groups = self._frames(piece)
-        if seal is not None:
-            sealed = [seal.close(piece.number, i, data.data, header) for i, (_, data) in enumerate(groups)]
-            return sealed, partial(combine, map(tag_digest, sealed))
-        return [data for _, data in groups], partial(_digest, job.key, groups)
-
-    def _frames(self, piece: Piece) -> list[Group]:
-        """The chunk's spans, by the frame they go in, and that frame's bytes."""
-        job, groups, small = piece.job, [], []
-        for span in piece.spans:
-            data = self._direct(span, job) if span.nbytes >= DIRECT_BYTES else None
-            if data is None:
-                small.append(span)
-                continue
-            if small:
-                groups.append((small, self._pack(small, job)))
-                small = []
-            groups.append(([span], data))
-        if small:
-            groups.append((small, self._pack(small, job)))
-        return groups
-
-    def _direct(self, span: Span, job: Job) -> Any:
-        return self._memory.direct(span.source, job.mark)
-
-    def _pack(self, spans: list[Span], job: Job) -> Any:
-        packed = self._memory.buffer(sum(span.nbytes for span in spans))
-        self._memory.gather([span.source for span in spans], packed, job.mark)
-        return packed
+        if isinstance(self._memory, CpuMemory):
+            parts = [self._memory.direct(source) for source in sources_of(spans).tolist()]
+            return frames, _digest(job.key, [(spans[i : i + 1], part) for i, part in enumerate(parts)], sums)
+        begun = self._memory.sums(sources_of(spans), job.mark)
+        if not self._memory.reached(job.mark):  # our stream waits for what computes these pages; the peer's cannot
+            begun.result()
+        return frames, lambda: chunk_digest(job.key, places_of(spans), begun.result())
 
 
-def _digest(key: Key, groups: Sequence[Group]) -> int:
-    digests = []
+def _payload(memory: CpuMemory, piece: Piece, header: bytes, sums: bool) -> Packed:
+    groups = _groups(memory, piece.spans)
+    frames = [data for _, data in groups]
+    if piece.job.seal is not None:
+        return _sealed(piece.job.seal, piece.number, header, frames)
+    return frames, _digest(piece.job.key, groups, sums)
+
+
+def _from_device(piece: Piece, header: bytes, packed: Bytes, begun: Begun) -> Packed:
+    """In one frame."""
+    sums = begun.result()
+    if piece.job.seal is not None:
+        return _sealed(piece.job.seal, piece.number, header, [packed])
+    return [packed], lambda: chunk_digest(piece.job.key, places_of(piece.spans), sums)
+
+
+def _sealed(seal: Seal, number: int, header: bytes, frames: Sequence[Bytes]) -> Packed:
+    sealed = [seal.close(number, index, data.data, header) for index, data in enumerate(frames)]
+    return sealed, partial(combine, map(tag_digest, sealed))
+
+
+def _groups(memory: CpuMemory, spans: Spans) -> list[Group]:
+    """A chunk's spans, by the frame they go in, and that frame's bytes."""
+    groups, packed = [], 0
+    for large in np.flatnonzero(spans[:, NBYTES] >= DIRECT_BYTES).tolist():
+        if packed < large:
+            groups.append(_pack(memory, spans[packed:large]))
+        source: Place = sources_of(spans[large : large + 1])[0].tolist()
+        groups.append((spans[large : large + 1], memory.direct(source)))
+        packed = large + 1
+    if packed < len(spans):
+        groups.append(_pack(memory, spans[packed:]))
+    return groups
+
+
+def _pack(memory: CpuMemory, spans: Spans) -> Group:
+    packed: Bytes = np.empty(num_bytes(spans), dtype=np.uint8)
+    memory.gather(sources_of(spans), packed)
+    return spans, packed
+
+
+def _digest(key: Key, groups: Sequence[Group], sums: bool) -> Digest:
+    """Made by a thread of the host."""
+    return Task(partial(_digest_of_sums if sums else _digest_of_bytes, key, groups)).result
+
+
+def _digest_of_bytes(key: Key, groups: Sequence[Group]) -> int:
+    return combine(span_digest(key, kind, number, offset, part.data) for (kind, number, offset, _), part in _parts(groups))
+
+
+def _digest_of_sums(key: Key, groups: Sequence[Group]) -> int:
+    sums = HostSums(key, np.concatenate([places_of(spans) for spans, _ in groups]))
+    for place, part in _parts(groups):
+        sums.begin(place)(part)
+    return sums.combined()
+
+
+def _parts(groups: Sequence[Group]) -> Iterator[tuple[Place, Bytes]]:
     for spans, data in groups:
         at = 0
-        for span in spans:
-            digests.append(span_digest(key, *span.place[:3], data[at : at + span.nbytes].data))
-            at += span.nbytes
-    return combine(digests)
+        for place in places_of(spans).tolist():
+            yield place, data[at : at + place[NBYTES]]
+            at += place[NBYTES]

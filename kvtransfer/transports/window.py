@@ -2,66 +2,59 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
 
-from kvtransfer.transports import Place
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.spans import SLOT, Places, spoken
+from kvtransfer.transports.frame import BadFrame
 from kvtransfer.transports.memory import Rows
 from kvtransfer.transports.seal import Seal
 
-
-class Ground:
-    """Bytes that are taken: disjoint intervals in order, per page or slot."""
-
-    def __init__(self) -> None:
-        self._taken: dict[tuple[str, int], list[tuple[int, int]]] = {}
-
-    def overlaps(self, place: Place) -> bool:
-        kind, number, begin, nbytes = place
-        taken = self._taken.get((kind, number))
-        if taken is None:
-            return False
-        before = bisect_left(taken, (begin + nbytes,))  # those that begin before the place ends; the last reaches furthest
-        return before > 0 and taken[before - 1][1] > begin
-
-    def add(self, place: Place) -> None:
-        """Of a place that overlaps nothing."""
-        kind, number, begin, nbytes = place
-        insort(self._taken.setdefault((kind, number), []), (begin, begin + nbytes))
+Runs = tuple[NDArray[np.int64], NDArray[np.int64]]  # where each begins and where it ends, disjoint and in order
 
 
-@dataclass(slots=True)
 class Window:
-    slot: int
-    pages: frozenset[int]
-    mark: int  # what the granted memory was last used for, on a device
-    seal: Seal | None
-    numbers: set[int] = field(default_factory=set)  # of the chunks that landed
-    _landed: Ground = field(default_factory=Ground)
+    """A byte's address is counted through pages and then slots, as if there were 2^32 of them: what is no row of this arena
+    is then nobody's bytes. `mark`: what the granted memory was last used for, on a device."""
 
-    def refused(self, wanted: Sequence[Place], rows: Rows) -> Place | None:
-        """The first of a chunk's places that may not be written: not granted, over the end, or on bytes that landed.
+    def __init__(self, slot: int, pages: Sequence[int], rows: Rows, mark: int, seal: Seal | None) -> None:
+        self.mark, self.seal = mark, seal
+        self.numbers: set[int] = set()  # of the chunks that landed
+        (_, page_bytes), (_, slot_bytes) = rows["page"], rows["slot"]
+        self._row_bytes, self._bases = np.array([page_bytes, slot_bytes]), np.array([0, page_bytes << 32])
+        granted = np.array(sorted({*pages}), dtype=np.int64) * page_bytes
+        at_slot = self._bases[SLOT] + slot * slot_bytes
+        # What is missing; the first run is nobody's, so that there is one in front of every byte.
+        self._begins = np.concatenate(([-2], granted, [at_slot]))
+        self._ends = np.concatenate(([-1], granted + page_bytes, [at_slot + slot_bytes]))
+
+    def claim(self, places: Places) -> Runs:
+        """The bytes of a chunk's places. Raises BadFrame when one may not be written: not granted, over the end of its page or
+        slot, or on bytes that have landed or are another's of this chunk.
 
         Not one byte of those may be touched again: a sealed chunk is decrypted in place, before it is known to be true.
         """
-        chunk: dict[tuple[str, int], list[tuple[int, Place]]] = {}
-        for place in wanted:
-            kind, number, offset, nbytes = place
-            granted = number in self.pages if kind == "page" else number == self.slot
-            if not granted or offset + nbytes > rows[kind][1] or self._landed.overlaps(place):
-                return place
-            chunk.setdefault((kind, number), []).append((offset, place))
-        for spans in chunk.values():
-            spans.sort()
-            for (begin, (_, _, _, nbytes)), (next_begin, place) in pairwise(spans):
-                if begin + nbytes > next_begin:
-                    return place
-        return None
+        kind, number, offset, nbytes = places.astype(np.int64).T
+        row_bytes = self._row_bytes.take(kind)
+        begins = self._bases.take(kind) + number * row_bytes + offset
+        ends = begins + nbytes
+        run = self._begins.searchsorted(begins, side="right") - 1
+        wrong = (offset + nbytes > row_bytes) | (ends > self._ends.take(run))
+        if wrong.any():
+            raise BadFrame(f"{spoken(places[wrong][0])} was not granted, or is not missing any more")
+        begins.sort()
+        ends.sort()
+        if (begins[1:] < ends[:-1]).any():
+            raise BadFrame("two spans of a chunk overlap")
+        return begins, ends
 
-    def land(self, number: int, wanted: Sequence[Place]) -> None:
-        """The chunk of that number is in these places."""
+    def land(self, number: int, ground: Runs) -> None:
+        """The chunk of that number is on the ground that it has claimed."""
         self.numbers.add(number)
-        for place in wanted:
-            self._landed.add(place)
+        begins, ends = np.concatenate((self._begins, ground[1])), np.concatenate((self._ends, ground[0]))
+        begins.sort()
+        ends.sort()  # as many have begun as have ended, or one more: there, bytes are missing
+        missing = begins < ends
+        self._begins, self._ends = begins[missing], ends[missing]
