@@ -229,7 +229,7 @@ def test_missing_spans_break_it_after_the_timeout() -> None:
     pair.out.write(
         grant.address, KEY, table([Span("page", 5, 11, 0, LAYOUT.page_bytes), Span("page", 5, 2, 0, LAYOUT.page_bytes)])
     )
-    pair.until(lambda: len(pair.receiver._open[KEY].landed) == 2)
+    pair.until(lambda: pair.receiver._open[KEY].num_landed == 2)
     begin_s = time.monotonic()
     pair.receiver.ready(Ready(*KEY, 20, 3 + len(expected), num_bytes, 0))
     reason = pair.broken()
