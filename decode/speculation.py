@@ -1,14 +1,14 @@
-"""How many drafts the next step carries. What pays is measured as it runs: the time of a step by its rows and shape, and how
-often the draft at each position is the token that comes.
+"""How many drafts the next step carries. What pays is measured as it runs: how long a step takes beside a plain one, by its
+rows and shape, and how often the draft at each position is the token that comes.
 
 Whatever is chosen, a text is the same (kernels/sequences.py); only its speed is at stake. While it is paused a worker runs the
 plain steps of one without speculation. They leave no rows of the MTP layer, and a draft that looks back on hardly any is a bad
 guess; so behind a pause `WARM_STEPS` steps leave theirs before one with drafts comes.
 
-What this costs is kept in an account, in seconds: every step pays in `SHARE` of its time, and one that is not plain gets or
-pays the difference to what plain ones would have taken for its tokens. Nothing but the account allows steps that may not pay,
-so in the long run a worker is slower than one without speculation by no more than `SHARE`, and at first by `LOOK_STEPS` steps
-of each number of tokens.
+What this costs is kept in an account, in plain steps: every step pays in `SHARE` of its time, and one that is not plain gets
+the tokens that it brings and pays for the time that its kind was measured to take. Nothing but the account allows steps that
+may not pay, so in the long run a worker is slower than one without speculation by no more than `SHARE`, and at first by
+`OPENING` plain steps, as far as what was measured is right.
 """
 
 from __future__ import annotations
@@ -16,50 +16,71 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from statistics import median
+from math import inf
+from statistics import median, median_low
 
 from decode.step import PLAIN, STORING, Shape
 from wire.metrics import Metrics
 
 SHARE = 0.01
+OPENING = 8  # plain steps, on the account at first
 WARM_STEPS = 32  # that store before one with drafts: of the bundled model's, as many are right then as with all rows
-LOOK_STEPS = 8  # with a number of tokens that is not the chosen one; the first of them has no drafts yet
+PAIRS = 3  # of a plain step and one of another shape, which a look begins with to compare the two
+LOOK_STEPS = 8  # behind those, to see what is accepted; the first of them has no drafts yet
 LOOK_PERIOD = 256  # steps from one look to the next
-PLAIN_STEPS = 5  # among steps with drafts, to measure what they are compared with: over half of `RECENT`
-ENOUGH = 3  # measured steps that tell how long one takes
-RECENT = 9  # of those that are measured the last so many count
+FIRST_PERIOD = 16  # from the first look at a shape; four times as many from the second, and so on
+ENOUGH = 5  # comparisons that tell how long a step takes: one that was stalled is in two of them
+RECENT = 6 * PAIRS  # of them the last so many count
+PACED = 9  # steps that tell how long plain ones are now
 FADE = 1 - 1 / 32  # what is left, a step later, of what a position's drafts came to
-ADVANTAGE = 1.02  # what another number of tokens must promise to be chosen
+LEAST = 1.05  # plain steps that one with drafts takes; what says less is noise
+ADVANTAGE = 1.02  # what another number of drafts must promise to be chosen
+RESUMING = 1.05  # what one must promise to end a pause
 
 
 class Costs:
-    """Seconds of a step by its rows and shape. sizes: steps of that many rows, or fewer but more than the size before, are
-    taken to be alike; ascending, the last one is the most there are."""
+    """How long a step takes beside a plain one, by its rows and shape. sizes: steps of that many rows, or fewer but more than
+    the size before, are taken to be alike; ascending, the last one is the most there are.
+
+    A machine that others use too, or that grows hot, is slower by half for a hundred steps and then as fast as before. So a
+    step is compared with a plain one right before or behind it, and with nothing else.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
-        self._measured: defaultdict[tuple[int, Shape], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._compared: defaultdict[tuple[int, Shape], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._medians: dict[tuple[int, Shape], float] = {}  # by (number of the size, shape)
+        self._last = 0, PLAIN, 0.0  # size, shape and seconds of the last step
 
     def add(self, rows: int, shape: Shape, seconds: float) -> None:
-        key = self._size(rows), shape
-        self._measured[key].append(seconds)
-        if len(self._measured[key]) >= ENOUGH:
-            self._medians[key] = median(self._measured[key])
+        (before, other, other_s), self._last = self._last, (self.size(rows), shape, seconds)
+        if before == self.size(rows) and other_s:
+            if other == PLAIN != shape:
+                self._compare(before, shape, seconds / other_s)
+            elif shape == PLAIN != other:
+                self._compare(before, other, other_s / seconds)
 
-    def seconds(self, rows: int, shape: Shape) -> float:
-        """0 when it is not known. What is known of the nearest other size is taken over in proportion."""
-        mine = self._size(rows)
-        own = self._medians.get((mine, shape), 0.0)
-        plain = self._medians.get((mine, PLAIN), 0.0)
-        if own or not plain:
-            return own
+    def _compare(self, size: int, shape: Shape, ratio: float) -> None:
+        compared = self._compared[size, shape]
+        compared.append(ratio)
+        if len(compared) >= ENOUGH:
+            self._medians[size, shape] = max(LEAST if shape.tokens > 1 else 1.0, median(compared))
+
+    def ratio(self, rows: int, shape: Shape) -> float:
+        """At least 1; 0 when it is not known. What is not known is taken over from the nearest size of which it is."""
+        if shape == PLAIN:
+            return 1.0
+        mine = self.size(rows)
         for other in sorted(range(len(self._sizes)), key=lambda size: abs(size - mine)):
-            if (other, shape) in self._medians and (other, PLAIN) in self._medians:
-                return plain * self._medians[other, shape] / self._medians[other, PLAIN]
+            if (other, shape) in self._medians:
+                return self._medians[other, shape]
         return 0.0
 
-    def _size(self, rows: int) -> int:
+    def known(self, rows: int, shape: Shape) -> bool:
+        """Whether it was measured at this size."""
+        return (self.size(rows), shape) in self._medians
+
+    def size(self, rows: int) -> int:
         return bisect_left(self._sizes, rows)
 
 
@@ -70,9 +91,14 @@ class Acceptance:
         self.verified = [0] * most
         self.accepted = [0] * most
         self._recent = [(1.0, 1.0)] * most  # (verified, accepted), faded; nothing known: worth a look
+        self._new = 0.0  # share of the rows that have no drafts, faded
 
-    def add(self, outcomes: Sequence[tuple[int, int]]) -> None:
-        """Of each row of a step: the drafts that it had, and how many were accepted."""
+    def add(self, outcomes: Sequence[tuple[int, int]], follows: bool) -> None:
+        """Of each row of a step: the drafts that it had, and how many were accepted. follows: the step before had drafts too,
+        so the rows without any are new in the batch, or at the end of their texts."""
+        if follows:
+            new = sum(not had for had, _ in outcomes) / len(outcomes)
+            self._new += (new - self._new) * (1 - FADE)
         for place in range(len(self.verified)):
             verified = sum(had > place and accepted >= place for had, accepted in outcomes)
             accepted = sum(had > place and accepted > place for had, accepted in outcomes)
@@ -87,7 +113,7 @@ class Acceptance:
 
     def length(self, tokens: int) -> float:
         """Tokens that a step of `tokens` a row brings a row."""
-        length, reached = 1.0, 1.0
+        length, reached = 1.0, 1.0 - self._new
         for rate in self.rates()[: tokens - 1]:
             reached *= rate
             length += reached
@@ -101,12 +127,14 @@ class Speculation:
         self._all = [PLAIN, *(Shape(tokens, stores=True) for tokens in range(2, most + 2))]
         self._costs, self._acceptance = Costs(sizes), Acceptance(most)
         self._chosen = PLAIN
-        self._looking, self._left = PLAIN, 0  # at another shape, for so many more steps
-        self._looked = 1  # the newest number of tokens that was looked at in turn
-        self._since_look = 0  # steps since that began
-        self._warm = WARM_STEPS  # steps since a pause that stored; sequences come with the rows of their prompts
-        self._credit_s: float | None = None  # the account; opened when a first plain step is measured
-        self._overdrawn = False
+        self._plan: deque[Shape] = deque()  # of a look, the steps to come
+        self._looks = dict.fromkeys(self._all, 0)  # so far
+        self._looked = PLAIN  # at what the newest was
+        self._since_look = 0  # steps since it began
+        self._warm = WARM_STEPS  # of so many steps how many stored; sequences come with the rows of their prompts
+        self._credit = float(OPENING)  # the account, in plain steps of now
+        self._plain_s: deque[float] = deque(maxlen=PACED)  # what plain steps would have taken, of late
+        self._landed = PLAIN  # the last step that has
         self._length = 1.0  # tokens a row that steps with drafts brought, faded
 
     def shape(self, rows: int) -> Shape:
@@ -114,51 +142,40 @@ class Speculation:
         if len(self._all) == 1 or not rows:
             return PLAIN
         self._since_look += 1
-        plain = self._costs.seconds(rows, PLAIN)
-        if not plain:
-            return PLAIN
-        if self._credit_s is not None and self._credit_s < 0:
-            self._left = 0  # worse than was expected
-        if not self._left:
+        if self._credit < 0:
+            self._plan.clear()  # worse than was expected
+        if not self._plan:
             self._choose(rows)
-            self._look_around(rows, plain)
-        wanted = self._looking if self._left else self._chosen
-        if wanted.stores and self._warm < WARM_STEPS:
-            self._warm += 1
-            return STORING
-        if wanted == self._chosen == PLAIN:
-            self._warm = 0
-        self._left = max(0, self._left - 1)
-        return wanted
+        if not self._plan:
+            self._look_around(rows)
+        shape = self._plan.popleft() if self._plan else self._chosen
+        self._warm = min(WARM_STEPS, self._warm + 1) if shape.stores else max(0, self._warm - 1)
+        return shape
 
     def landed(self, rows: int, shape: Shape, seconds: float, outcomes: Sequence[tuple[int, int]]) -> None:
         """A step of `rows` sequences has taken so long. outcomes: as in Acceptance, of the rows whose tokens are wanted."""
         self._costs.add(rows, shape, seconds)
-        length = 1.0
+        length, ratio = 1.0, self._expected(rows, shape)
         if shape.tokens > 1 and outcomes:
-            self._acceptance.add(outcomes)
+            self._acceptance.add(outcomes, self._landed.tokens > 1)
             length += sum(accepted for _, accepted in outcomes) / len(outcomes)
             self._length += (length - self._length) * (1 - FADE)
-        plain = self._costs.seconds(rows, PLAIN)
-        if plain:
-            self._pay(seconds, shape, length, plain, self._costs.seconds(rows, shape), self._most(rows, plain))
+        self._landed = shape
+        self._pay(rows, seconds / ratio, SHARE * ratio + length - ratio)
 
-    def _pay(self, seconds: float, shape: Shape, length: float, plain: float, usual: float, most: float) -> None:
-        """length: tokens that a row has got. plain: the seconds of a plain step. usual: of one of this shape; 0 when it is not
-        known. most: on the account."""
-        credit = most if self._credit_s is None else self._credit_s + SHARE * seconds
-        if shape != PLAIN:  # what took longer than this was not the drafts' doing
-            credit += plain * length - min(seconds, max((shape.tokens + length) * plain, usual))
-        self._credit_s = min(credit, most)
-        self._overdrawn = self._credit_s < (most / 2 if self._overdrawn else 0)
+    def _pay(self, rows: int, plain_s: float, steps: float) -> None:
+        """plain_s: what a plain step would have taken. steps: so many get on the account."""
+        before = median_low(self._plain_s) if self._plain_s else plain_s
+        self._plain_s.append(plain_s)
+        self._credit = min(self._credit * before / median_low(self._plain_s) + steps, self._most(rows))
 
-    def _most(self, rows: int, plain: float) -> float:
-        """Seconds on a full account: what looking once at all numbers of tokens costs, each as long as it may be to pay."""
-        return LOOK_STEPS * (len(self._all) - 1) * plain + self._warming(rows, plain, WARM_STEPS)
+    def _most(self, rows: int) -> float:
+        """What a full account holds."""
+        return LOOK_STEPS * (len(self._all) - 1) + self._warming(rows, WARM_STEPS)
 
-    def _warming(self, rows: int, plain: float, steps: int) -> float:
-        """Seconds that so many steps take longer when they store."""
-        return steps * max(0.0, self._costs.seconds(rows, STORING) - plain)
+    def _warming(self, rows: int, steps: int) -> float:
+        """What so many steps cost more when they store."""
+        return steps * (self._expected(rows, STORING) - 1)
 
     def report(self, metrics: Metrics) -> None:
         """For /metrics: the drafts of a step now, the tokens that steps with drafts bring a row, and what became of the drafts
@@ -172,48 +189,67 @@ class Speculation:
             metrics.total(f"draft_{place + 1}_accepted", acceptance.accepted[place])
 
     def _choose(self, rows: int) -> None:
-        """Stays with what is chosen until another is better by `ADVANTAGE`, or the account is empty."""
-        speeds = {shape: self._speed(rows, shape) for shape in self._all}
+        """Stays with what is chosen until another number of drafts is better by `ADVANTAGE`, none at all is as good, or the
+        account is empty."""
+        speeds = {shape: self._acceptance.length(shape.tokens) / (self._costs.ratio(rows, shape) or inf) for shape in self._all}
         best = max(speeds, key=lambda shape: speeds[shape])
-        if self._overdrawn:
+        missing = WARM_STEPS - self._warm if self._chosen == PLAIN else 0
+        if self._credit < 0 or speeds[PLAIN] >= speeds[self._chosen]:
             self._chosen = PLAIN
-        elif speeds[best] > ADVANTAGE * speeds[self._chosen]:
+        wanted = (RESUMING if self._chosen == PLAIN else ADVANTAGE) * speeds[self._chosen]
+        if speeds[best] > wanted and self._credit >= self._entry(rows, best, missing):
             self._chosen = best
+            self._plan.extend([STORING] * missing)
 
-    def _speed(self, rows: int, shape: Shape) -> float:
-        """Tokens a second of a row; 0 when it is not known."""
-        seconds = self._costs.seconds(rows, shape)
-        return self._acceptance.length(shape.tokens) / seconds if seconds else 0.0
+    def _entry(self, rows: int, shape: Shape, missing: int) -> float:
+        """What it takes to come to steps with drafts: so many that store, one that has none yet, and another in flight."""
+        return self._warming(rows, missing) + 2 * (self._expected(rows, shape) - 1)
 
-    def _look_around(self, rows: int, plain: float) -> None:
-        """Begins a look at what is not known, or, when it is time, at the next number of drafts in turn; halfway between two of
-        those at plain steps, where there are no others. What the account can never afford is looked at when that is full, as it
-        may have been measured at a bad time; nothing else waits for it."""
-        if self._chosen != PLAIN and self._since_look % LOOK_PERIOD == LOOK_PERIOD // 2:
-            self._looking, self._left = PLAIN, PLAIN_STEPS
-            return
-        others = [shape for shape in self._all[1:] if shape != self._chosen and self._may_pay(rows, shape, plain)]
-        unknown = [shape for shape in others if not self._costs.seconds(rows, shape)]
-        if self._credit_s is None or (not unknown and self._since_look < LOOK_PERIOD):
-            return
-        most = self._most(rows, plain)
-        full = self._credit_s >= most
-        warming = self._warming(rows, plain, WARM_STEPS - self._warm)
-        for shape in sorted(unknown or others, key=lambda shape: shape.tokens <= self._looked):
-            price = warming + LOOK_STEPS * (self._expected(rows, shape, plain) - plain)
-            if full or price <= self._credit_s:
-                self._looking, self._left = shape, LOOK_STEPS
-                self._looked, self._since_look = shape.tokens, 0
-            if full or price <= most:
+    def _look_around(self, rows: int) -> None:
+        """Begins a look at another number of drafts in turn, when it is time. Where there are drafts every other look is one at
+        what they are compared with, and so is the first one at a size."""
+        others = [shape for shape in self._all[1:] if shape != self._chosen and self._may_pay(rows, shape)]
+        known = self._costs.known(rows, self._chosen)
+        if self._chosen == PLAIN or (self._looked == self._chosen and others and known):
+            self._look_at_one(rows, others)
+        elif self._since_look >= (self._wait(self._chosen) if known else FIRST_PERIOD):
+            self._look(self._chosen, [PLAIN, self._chosen] * PAIRS)
+
+    def _look_at_one(self, rows: int, others: Sequence[Shape]) -> None:
+        """If the account can afford it. What it never can is looked at when it is full, as it may have been measured at a bad
+        time; nothing else waits for that."""
+        missing = WARM_STEPS - self._warm if self._chosen == PLAIN else 0
+        warming = [STORING, PLAIN] * PAIRS + [STORING] * missing if missing else []
+        most = self._most(rows)
+        for shape in sorted(others, key=lambda shape: (self._wait(shape), shape.tokens <= self._looked.tokens)):
+            if self._since_look < self._wait(shape):
+                return
+            ratio = self._expected(rows, shape)
+            price = PAIRS * (ratio - 1) + self._entry(rows, shape, missing)
+            price += LOOK_STEPS * max(0.0, ratio - self._acceptance.length(shape.tokens))
+            if self._credit >= min(price, most):
+                self._look(shape, [shape, PLAIN] * PAIRS + warming + [shape] * LOOK_STEPS)
+            if self._credit >= most or price <= most:
                 return
 
-    def _may_pay(self, rows: int, shape: Shape, plain: float) -> bool:
+    def _look(self, shape: Shape, plan: Sequence[Shape]) -> None:
+        self._plan.extend(plan)
+        self._looked, self._since_look = shape, 0
+        self._looks[shape] += 1
+
+    def _wait(self, shape: Shape) -> int:
+        """Steps from the newest look to the next one at this shape."""
+        looks = self._looks[shape]
+        return min(LOOK_PERIOD, FIRST_PERIOD << 2 * (looks - 1)) if looks else 1
+
+    def _may_pay(self, rows: int, shape: Shape) -> bool:
         """Whether to look at it: at one draft always, as that tells how often a first one is right; at more where they would
         pay if all behind a right one were right too."""
-        length = 1 + self._acceptance.rates()[0] * (shape.tokens - 1)
-        return shape.tokens == 2 or length * plain > self._expected(rows, shape, plain)
+        return shape.tokens == 2 or 1 + self._acceptance.rates()[0] * (shape.tokens - 1) > self._expected(rows, shape)
 
-    def _expected(self, rows: int, shape: Shape, plain: float) -> float:
-        """Seconds of a step, in proportion to one of a token less while it is not known."""
-        fewer = self._costs.seconds(rows, Shape(shape.tokens - 1, stores=shape.tokens > 2)) or plain
-        return self._costs.seconds(rows, shape) or fewer * shape.tokens / (shape.tokens - 1)
+    def _expected(self, rows: int, shape: Shape) -> float:
+        """Its ratio, in proportion to that of a token less while it is not known."""
+        if shape.tokens == 1:
+            return self._costs.ratio(rows, shape) or 1.0
+        fewer = self._costs.ratio(rows, Shape(shape.tokens - 1, stores=shape.tokens > 2)) or float(shape.tokens - 1)
+        return self._costs.ratio(rows, shape) or fewer * shape.tokens / (shape.tokens - 1)

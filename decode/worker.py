@@ -137,11 +137,11 @@ class Worker:
             self._leave_if_lost()
             raise
         now_s = time.monotonic()
-        outcomes = [
-            (choice.drafts, len(choice.tokens) - 1)
-            for sequence, choice in zip(batch, choices, strict=True)
-            if choice.tokens and not sequence.over
-        ]
+        outcomes = []
+        for sequence, choice in zip(batch, choices, strict=True):
+            if choice.tokens and not sequence.over:
+                wanted = sequence.sampling.max_tokens - sequence.generated - 1  # behind the next token
+                outcomes.append((min(choice.drafts, wanted), min(len(choice.tokens) - 1, wanted)))
         self._speculation.landed(len(batch), shape, now_s - self._busy_since_s, outcomes)
         self.scheduler.advance(batch, choices, now_s)
         self._presence.stepped(sum(len(choice.tokens) for choice in choices), self._busy_since_s, now_s)

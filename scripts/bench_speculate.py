@@ -16,10 +16,11 @@ import random
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain, product, repeat
 from pathlib import Path
 
 import torch
@@ -54,6 +55,8 @@ PAGE_TOKENS = 256
 TEMPERATURES = (0.3, 0.7, 1.0)
 ACCEPTED_PROMPTS, ACCEPTED_TOKENS = 16, 240  # of held-out text
 CHOSEN, CHOSEN_WRONG = "chosen", "chosen, none right"
+FIRST_TOKENS = 256  # in which a worker finds out what pays
+MOST_WORKERS = MOST_DRAFTS + 3  # that take turns: as many as there are numbers of drafts, and two of one token
 ACCEPTANCES = (0.8, 0.6, 0.4)  # of the draft at each position, when those before it are
 
 
@@ -95,23 +98,40 @@ Landed = Callable[[int, Shape, float, list[tuple[int, int]]], None]
 
 @dataclass
 class Taken:
-    """Of steps: seconds, and the tokens that each brought each sequence."""
+    """Of steps: seconds, the tokens that each brought each sequence, and which have no drafts yet as texts begin with them."""
 
     seconds: list[float] = field(default_factory=list)
     counts: list[list[int]] = field(default_factory=list)
+    begins: list[bool] = field(default_factory=list)
 
-    def add(self, other: Taken) -> None:
-        self.seconds += other.seconds
-        self.counts += other.counts
-
-    @property
-    def all_counts(self) -> list[int]:
-        return [count for each in self.counts for count in each]
+    def add(self, seconds: float, counts: list[int], begins: bool) -> None:
+        self.seconds.append(seconds)
+        self.counts.append(counts)
+        self.begins.append(begins)
 
     @property
-    def length(self) -> float:
-        """Tokens that a step brings a sequence."""
-        return statistics.fmean(self.all_counts)
+    def step_s(self) -> float:
+        """The median of those behind a first one."""
+        return statistics.median(seconds for seconds, begins in zip(self.seconds, self.begins, strict=True) if not begins)
+
+    @property
+    def later_counts(self) -> list[int]:
+        return [count for each, begins in zip(self.counts, self.begins, strict=True) if not begins for count in each]
+
+    @property
+    def tokens(self) -> float:
+        """That a sequence got."""
+        return sum(statistics.fmean(each) for each in self.counts)
+
+    def token_s(self, first: float, end: float = math.inf) -> float:
+        """Seconds of a token, of those from the first one on up to the end."""
+        seconds, tokens, before = 0.0, 0.0, 0.0
+        for step_s, counts in zip(self.seconds, self.counts, strict=True):
+            if first <= before < end:
+                seconds += step_s
+                tokens += statistics.fmean(counts)
+            before += statistics.fmean(counts)
+        return seconds / tokens
 
 
 @cache
@@ -119,39 +139,78 @@ def held_out_world() -> World:
     return held_out(Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json")))
 
 
+@dataclass
+class Worker:
+    """One of those that take turns. drafts: the most of its engine; shape: of its next step; what `landed` is called with:
+    decode.speculation; sight: whether drafts may be right."""
+
+    name: str
+    drafts: int
+    shape: Callable[[], Shape]
+    landed: Landed = lambda *args: None
+    sight: bool = True
+    taken: Taken = field(default_factory=lambda: Taken())
+
+
 class Bundled:
-    """Held-out text, prefilled and continued by the decode engine: each sequence in a slot and a page of its own."""
+    """Held-out text, prefilled and continued by decode engines: each sequence in a slot and a page of its own."""
 
     def __init__(self, config: BenchConfig, batch: int) -> None:
         self.config, self.batch = config, batch
-        self.runner = Runner(str(BUNDLED_MODEL), config.device, num_pages=batch + 1, num_slots=batch + 1)
-        self.runner.make_invariant(batch)  # as a worker
+        self._slots = MOST_WORKERS * batch + 1
+        self._runners = {sight: self._runner(sight) for sight in (True, False)}
         world, rng = held_out_world(), random.Random(HELD_OUT_SEED)
-        self.rounds = [
+        self._prompts = [
             [world.story_sequence(rng, config.prompt_tokens).ids.tolist() for _ in range(batch)] for _ in range(config.rounds)
         ]
-        self.engines = {drafts: self._engine(drafts) for drafts in config.numbers("drafts")}
+        self._engines: dict[tuple[int, bool], Engine] = {}
         self._admitted = 0
 
-    def _engine(self, drafts: int) -> Engine:
-        """As a worker's that is started with --speculate `drafts`."""
-        device, cuda = self.runner.device, self.config.device == "cuda"
-        table = SequenceTable.make(self.batch, self.batch + 1, TABLE_STEP, self.runner.config.vocab_size, device)
-        recorder = CudaRecorder(device) if cuda else None
-        graphs = Graphs(self.runner, table, self.batch, range(1, drafts + 2), recorder, [self.batch])
-        return Engine(table, graphs, spare_pages=1, depth=int(cuda))
+    def take_turns(self, workers: list[Worker], rounds: int) -> None:
+        """Each worker continues the prompts of so many rounds. On a CPU the one that has the fewest tokens takes the next step,
+        so whatever else the machine does falls on all alike; on a GPU, where steps are in flight, they take turns by rounds."""
+        if self.config.device == "cuda":
+            for number, (place, worker) in product(range(rounds), enumerate(workers)):
+                deque(self._round(number, worker, place), maxlen=0)
+            return
+        running = {place: chain(*(self._round(number, worker, place) for number in range(rounds)))
+                   for place, worker in enumerate(workers)}  # fmt: skip
+        while running:
+            place = min(running, key=lambda place: workers[place].taken.tokens)
+            if next(running[place], None) is None:
+                del running[place]
 
-    def round(self, number: int, drafts: int, shape: Callable[[], Shape], landed: Landed = lambda *args: None) -> Taken:
-        """Continues the prompts of a round with the engine for so many drafts. shape: of the next step; what `landed` is called
-        with: decode.speculation. The first step, which has no drafts yet, and those after the first sequence is complete are
-        left out of what is given. On a CPU seconds are those of this process, whatever else the machine does meanwhile."""
-        clock = time.process_time if self.config.device == "cpu" else time.perf_counter
-        prompts = self.rounds[number % len(self.rounds)]
-        self._prefill(prompts)
-        engine, sequences = self.engines[drafts], self._sequences(prompts)
-        taken, last_s = Taken(), clock()
+    def _runner(self, sight: bool) -> Runner:
+        """Without sight the MTP layer gets zeros: what it drafts costs what it costs and is the same token whatever comes."""
+        runner = Runner(str(BUNDLED_MODEL), self.config.device, num_pages=self._slots, num_slots=self._slots)
+        runner.make_invariant(self.batch)  # as a worker
+        assert runner.mtp is not None
+        if not sight:
+            runner.mtp.token_norm.zero_()
+            runner.mtp.stream_norm.zero_()
+        return runner
+
+    def _engine(self, drafts: int, sight: bool) -> Engine:
+        """As a worker's that is started with --speculate `drafts`."""
+        if (drafts, sight) not in self._engines:
+            runner, cuda = self._runners[sight], self.config.device == "cuda"
+            table = SequenceTable.make(self.batch, self._slots, TABLE_STEP, runner.config.vocab_size, runner.device)
+            recorder = CudaRecorder(runner.device) if cuda else None
+            graphs = Graphs(runner, table, self.batch, range(1, drafts + 2), recorder, [self.batch])
+            self._engines[drafts, sight] = Engine(table, graphs, spare_pages=1, depth=int(cuda))
+        return self._engines[drafts, sight]
+
+    def _round(self, number: int, worker: Worker, place: int) -> Iterator[Shape]:
+        """Continues the prompts of a round, step by step, until a sequence is complete. On a CPU seconds are those of this
+        process."""
+        cuda = self.config.device == "cuda"
+        clock = time.perf_counter if cuda else time.process_time
+        prompts, first = self._prompts[number % len(self._prompts)], 1 + place * self.batch
+        self._prefill(self._runners[worker.sight], prompts, first)
+        engine, sequences = self._engine(worker.drafts, worker.sight), self._sequences(prompts, first)
+        begins, last_s = True, clock()
         while all(sequence.generated < self.config.tokens for sequence in sequences):
-            engine.launch(sequences, shape())
+            engine.launch(sequences, worker.shape())
             if engine.in_flight > engine.depth:
                 landing = engine.next_shape
                 found, choices = engine.collect()
@@ -160,22 +219,22 @@ class Bundled:
                     sequence.extend(choice.tokens)
                 counts = [len(choice.tokens) for choice in choices]
                 outcomes = [(choice.drafts, count - 1) for choice, count in zip(choices, counts, strict=True)]
-                landed(self.batch, landing, now_s - last_s, outcomes)
-                taken.seconds.append(now_s - last_s)
-                taken.counts.append(counts)
-                last_s = now_s
+                worker.landed(self.batch, landing, now_s - last_s, outcomes)
+                worker.taken.add(now_s - last_s, counts, begins)
+                yield landing
+                begins, last_s = False, now_s if cuda else clock()
         while engine.in_flight:
             engine.collect()
-        return Taken(taken.seconds[1:], taken.counts[1:])
 
-    def _prefill(self, prompts: list[list[int]]) -> None:
-        engine = PrefillEngine(self.runner)
-        for slot, ids in enumerate(prompts, 1):
+    def _prefill(self, runner: Runner, prompts: list[list[int]], first: int) -> None:
+        """Into the slots from that one on."""
+        engine = PrefillEngine(runner)
+        for slot, ids in enumerate(prompts, first):
             message = Prefill(slot, 0, pack_ids(ids), len(ids), (0,), SamplingParams(max_tokens=1, seed=0), "", "", 60.0)
             prompt = Prompt((slot, 0), message, ids, [0], 0.0, 60.0, None, SeqKV(slot, [slot]))
             engine.compute([Chunk(prompt, prompt.remaining)])
 
-    def _sequences(self, prompts: list[list[int]]) -> list[Sequence]:
+    def _sequences(self, prompts: list[list[int]], first: int) -> list[Sequence]:
         self._admitted += 1
         sampling = SamplingParams(
             max_tokens=PAGE_TOKENS - self.config.prompt_tokens, seed=0, temperature=self.config.temperature, ignore_eos=True
@@ -187,14 +246,14 @@ class Bundled:
                 serial=(self._admitted, slot),
                 tokens=list(ids),
                 prompt_tokens=len(ids),
-                sampling=replace(sampling, seed=slot),
-                eos_token_id=self.runner.config.eos_token_id,
+                sampling=replace(sampling, seed=1 + slot - first),
+                eos_token_id=self._runners[True].config.eos_token_id,
                 kv=SeqKV(slot, [slot]),
                 router_inbox="",
                 deadline_s=math.inf,
                 arrived_s=0.0,
             )
-            for slot, ids in enumerate(prompts, 1)
+            for slot, ids in enumerate(prompts, first)
         ]
 
 
@@ -204,59 +263,51 @@ def bundled(config: BenchConfig) -> list[Figures]:
     rows = []
     for batch in config.numbers("batches"):
         side = Bundled(config, batch)
-        most = max(side.engines)
-        shapes = {drafts: Shape(drafts + 1, stores=drafts > 0) for drafts in side.engines}
-        fixed = {str(drafts): (drafts, shape) for drafts, shape in shapes.items()}
-        fixed |= {"paused": (most, PLAIN), "stores": (most, STORING)}
-        taken = {name: Taken() for name in fixed}
-        for number in range(config.rounds):
-            for name, (drafts, shape) in fixed.items():
-                taken[name].add(side.round(number, drafts, lambda shape=shape: shape))  # type: ignore[misc]
-        plain_s = statistics.median(taken["0"].seconds)
-        found = []
-        for name, (_, shape) in fixed.items():
-            step_s, length = statistics.median(taken[name].seconds), taken[name].length
-            row: Figures = {"batch": batch, "drafts": name, "tokens_a_step": length, "step_ms": 1000 * step_s}
-            row |= {"step_ratio": step_s / plain_s, "tokens_per_s": batch * length / step_s}
-            found.append(row | {"speed_up": length * plain_s / step_s} | by_position(taken[name].all_counts, shape.tokens - 1))
-        found += chosen(side) if config.chosen_rounds else []
+        found = fixed(side) + (chosen(side) if config.chosen_rounds else [])
         for row in found:
             print(row, file=sys.stderr, flush=True)
         rows += found
     return rows
 
 
-def chosen(side: Bundled) -> list[Figures]:
-    """A worker's own choice, from its first step on, by all the seconds of its steps and of those of a worker without
-    speculation, in turn; and with drafts that are not right."""
-    most, off = max(side.engines), Taken()
-    workers = [(name, Speculation(most, [side.batch]), Taken()) for name in (CHOSEN, CHOSEN_WRONG)]
-    for number in range(side.config.chosen_rounds):
-        off.add(side.round(number, 0, lambda: PLAIN))
-        for name, speculation, taken in workers:
-            with no_sight(side.runner) if name == CHOSEN_WRONG else nullcontext():
-                shape = partial(speculation.shape, side.batch)
-                taken.add(side.round(number, most, shape, speculation.landed))
-    rows: list[Figures] = []
-    for name, _, taken in workers:
-        step_s, off_s = statistics.fmean(taken.seconds), statistics.fmean(off.seconds)
-        row: Figures = {"batch": side.batch, "drafts": name, "tokens_a_step": taken.length, "step_ms": 1000 * step_s}
-        row |= {"step_ratio": step_s / off_s, "tokens_per_s": side.batch * taken.length / step_s}
-        rows.append(row | {"speed_up": taken.length * off_s / step_s})
+def fixed(side: Bundled) -> list[Figures]:
+    drafts = side.config.numbers("drafts")
+    shapes = {str(count): Shape(count + 1, stores=count > 0) for count in drafts} | {"paused": PLAIN, "stores": STORING}
+    workers = [Worker(name, int(name) if name.isdigit() else max(drafts), partial(repeat(shape).__next__))
+               for name, shape in shapes.items()]  # fmt: skip
+    side.take_turns(workers, side.config.rounds)
+    plain_s, rows = workers[0].taken.step_s, []
+    for worker in workers:
+        step_s, counts = worker.taken.step_s, worker.taken.later_counts
+        length = statistics.fmean(counts)
+        row: Figures = {"batch": side.batch, "drafts": worker.name, "tokens_a_step": length, "step_ms": 1000 * step_s}
+        row |= {"step_ratio": step_s / plain_s, "tokens_per_s": side.batch * length / step_s}
+        rows.append(row | {"speed_up": length * plain_s / step_s} | by_position(counts, shapes[worker.name].tokens - 1))
     return rows
 
 
-@contextmanager
-def no_sight(runner: Runner) -> Iterator[None]:
-    """The MTP layer is given zeros: what it drafts costs what it costs and is the same token whatever comes."""
-    assert runner.mtp is not None
-    norms = runner.mtp.token_norm, runner.mtp.stream_norm
-    before = [norm.clone() for norm in norms]
-    for norm in norms:
-        norm.zero_()
-    yield
-    for norm, kept in zip(norms, before, strict=True):
-        norm.copy_(kept)
+def chosen(side: Bundled) -> list[Figures]:
+    """A worker's own choice, by all the seconds of its steps from the first one on and of those of a worker without
+    speculation; and with drafts that are not right. Of the first tokens, in which it finds out, and of all behind them too."""
+    most = max(side.config.numbers("drafts"))
+    off, workers = Worker("0", 0, lambda: PLAIN), []
+    for name in (CHOSEN, CHOSEN_WRONG):
+        speculation = Speculation(most, [side.batch])
+        shape = partial(speculation.shape, side.batch)
+        workers.append(Worker(name, most, shape, speculation.landed, sight=name == CHOSEN))
+    side.take_turns([off, *workers], side.config.chosen_rounds)
+    rows: list[Figures] = []
+    for worker in workers:
+        taken, token_s = worker.taken, worker.taken.token_s(0)
+        row: Figures = {"batch": side.batch, "drafts": worker.name, "tokens_a_step": taken.tokens / len(taken.seconds)}
+        step_s = statistics.fmean(taken.seconds)
+        row |= {"step_ms": 1000 * step_s, "step_ratio": step_s / off.taken.token_s(0), "tokens_per_s": side.batch / token_s}
+        row |= {"speed_up": off.taken.token_s(0) / token_s}
+        row |= {"speed_up_first": off.taken.token_s(0, FIRST_TOKENS) / taken.token_s(0, FIRST_TOKENS)}
+        if taken.tokens > 2 * FIRST_TOKENS:
+            row |= {"speed_up_later": off.taken.token_s(FIRST_TOKENS) / taken.token_s(FIRST_TOKENS)}
+        rows.append(row)
+    return rows
 
 
 def by_position(counts: list[int], drafts: int) -> dict[str, float]:

@@ -105,6 +105,18 @@ def test_a_worker_short_of_pages_carries_no_drafts(monkeypatch: pytest.MonkeyPat
         assert stored[-GREEDY.max_tokens :] == [1] * GREEDY.max_tokens
 
 
+def test_drafts_behind_the_end_of_a_text_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second step of a text of three tokens has four, of which one is wanted."""
+    monkeypatch.setattr(Speculation, "shape", lambda self, rows: self._all[-1])
+    with pair(MOST_DRAFTS) as (cluster, prefill, decode):
+        router = cluster.router
+        for _ in range(3):
+            router.ask(prefill, decode.address, prompt(9), replace(GREEDY, max_tokens=3))
+        router.until(lambda: len(router.finished) == 3, "three texts")
+        router.until(lambda: router.counter(decode.address, "draft_1_verified") == 3, "three drafts")
+        assert router.counter(decode.address, "draft_2_verified") == 0
+
+
 @pytest.mark.usefixtures("drafts")
 def test_samples_are_those_without_drafts() -> None:
     texts: list[dict[tuple[int, int], list[int]]] = []
