@@ -28,7 +28,7 @@ from kvtransfer.pages import PagePool
 from kvtransfer.receiver import Receiver
 from kvtransfer.transports import BulkOptions, open_transport
 from kvtransfer.transports.seal import new_secret as make_secret
-from model.memory import first_arena
+from model.memory import TRIAL, first_arena, given_room
 from model.runner import Runner
 from wire.messages import Abort, Offer, Ready, Refused
 from wire.worker import Presence
@@ -166,6 +166,8 @@ def serve(config: DecodeConfig) -> int:
     def build(context: zmq.Context[Any]) -> Worker:
         sizes = first_arena(config.num_pages, config.num_slots, config.device)
         runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, index_keys=config.index_keys, **sizes)
+        if sizes is not TRIAL:
+            _log.info("%s", given_room(runner.layout, sizes))
         return Worker(config, runner, context, depth=int(config.device == "cuda"))
 
     return wire.worker.serve("decode", config, build)

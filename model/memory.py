@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,14 +74,24 @@ class KVRoom:
         pages_gb, slots_gb = self.num_pages * layout.page_bytes / 1e9, self.num_slots * layout.slot_bytes / 1e9
         return (
             f"KV memory: {self.num_pages} pages, {self.tokens} tokens in {pages_gb:.2f} GB"
-            f" ({layout.page_bytes / layout.page_tokens:.0f} B a token); {self.num_slots} slots in {slots_gb:.2f} GB;"
-            f" set aside: {self.step_bytes / 1e9:.2f} GB for steps, {self.spare_bytes / 1e9:.2f} GB by --memory-fraction"
+            f" ({layout.page_bytes / layout.page_tokens:.0f} B a token); {self.num_slots} slots in {slots_gb:.2f} GB"
+            f"{self._aside()}"
         )
+
+    def _aside(self) -> str:
+        if not self.step_bytes and not self.spare_bytes:  # of a size that was given
+            return ""
+        return f"; set aside: {self.step_bytes / 1e9:.2f} GB for steps, {self.spare_bytes / 1e9:.2f} GB by --memory-fraction"
 
 
 def tokens_in(nbytes: int, layout: KVLayout, num_slots: int = 0) -> int:
     """How many tokens of KV `nbytes` hold beside the slots."""
     return max(0, nbytes - num_slots * layout.slot_bytes) // layout.page_bytes * layout.page_tokens
+
+
+def given_room(layout: KVLayout, sizes: Mapping[str, int]) -> KVRoom:
+    """That of an arena whose size was given, and not measured."""
+    return KVRoom(layout, sizes["num_pages"], sizes["num_slots"], 0, 0)
 
 
 def kv_room(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from model.memory import CudaGauge, Gauge, first_arena, kv_room
+from model.memory import TRIAL, CudaGauge, Gauge, first_arena, given_room, kv_room
 from model.runner import Runner, chunk_lengths, doubling
 from prefill.config import PrefillConfig
 
@@ -19,7 +19,9 @@ def make_runner(config: PrefillConfig) -> Runner:
     sizes = first_arena(config.num_pages, config.num_slots, config.device)
     runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, index_keys=config.index_keys, **sizes)
     runner.warm_up(warm_steps(config.step_tokens, config.chunk_tokens))
-    if runner.device.type == "cuda" and not config.num_pages:
+    if sizes is not TRIAL:
+        _log.info("%s", given_room(runner.layout, sizes))
+    else:
         allot(config, runner, CudaGauge(runner.device))
     return runner
 

@@ -28,8 +28,8 @@ async def _serve(config: RouterConfig) -> None:
 def main() -> None:
     config = parse(RouterConfig, "python -m router")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     if config.timeline:
-        logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
         show_timelines()
     try:
         uvloop.run(_serve(config))

@@ -246,6 +246,7 @@ class Dispatcher:
         if status.state == "gone":
             if known is not None and known.inbox == status.inbox:
                 self.metrics.add("workers_left")
+                _LOG.info("%s worker %s left", known.role, known.name)
                 self._lose(known, "left")
             return
         if known is not None and known.inbox == status.inbox and known.identity == status.identity:
@@ -260,6 +261,7 @@ class Dispatcher:
             self.metrics.add("workers_lost")
             self._lose(known, "was replaced by a new process of its name")
         self.metrics.add("workers_joined")
+        _LOG.info("%s worker %s joined, at %s", status.role, status.name, status.inbox)
         self._unpark()
         self.on_join()
 
@@ -279,7 +281,9 @@ class Dispatcher:
         for worker in self.pool.workers():
             if now - worker.seen_s > self._config.dead_after_s:
                 self.metrics.add("workers_lost")
-                self._lose(worker, f"was silent for {now - worker.seen_s:.1f} s")
+                why = f"was silent for {now - worker.seen_s:.1f} s"
+                _LOG.warning("%s worker %s %s: taken for dead", worker.role, worker.name, why)
+                self._lose(worker, why)
         for name, refusal in list(self.pool.refused.items()):
             if now - refusal.seen_s > self._config.dead_after_s:
                 del self.pool.refused[name]
@@ -526,6 +530,8 @@ class Dispatcher:
     def _refuse(self, status: Status, objection: str) -> None:
         self.metrics.add("workers_refused")
         if status.name in self.pool.refused or len(self.pool.refused) < MAX_WORKERS:
+            if status.name not in self.pool.refused:  # it asks again until it hears of it
+                _LOG.warning("%s worker %s was refused: %s", status.role, status.name, objection)
             self.pool.refused[status.name] = Refusal(objection, status.inbox, self._clock())
             self._post(status.inbox, Refused(objection))
 

@@ -199,6 +199,8 @@ def as_integer(value: Any, name: str, low: int, high: int) -> int:
         value = int(value)
     if type(value) is not int:
         raise invalid(name, "must be an integer", "invalid_type")
+    if value < low and high == INT64:  # which is no bound to speak of
+        raise invalid(name, f"must be at least {low}")
     if not low <= value <= high:
         raise invalid(name, f"must be between {low} and {high}")
     return value

@@ -49,7 +49,7 @@ PATHS = ("zeromq", "shm", "cuda_ipc", "auto")
 class BenchConfig:
     """KV transfer between two processes or hosts, beside its floors."""
 
-    serve: str = option("", help="HOST:PORT: be the decode side and wait for a source")
+    serve: str = option("", help="HOST:PORT: be the decode side of one prefill side, and end with it")
     connect: str = option("", help="HOST:PORT of a decode side; empty: start one on this host")
     host: str = option("127.0.0.1", help="address to listen on, at the prefill side")
     advertise: str = option("", help="host name the other side reaches this one by; empty: the address listened on")
@@ -63,7 +63,9 @@ class BenchConfig:
     sealed: bool = option(False, help="seal bulk with AES-GCM")
     busy: int = option(0, help="threads of CPU-heavy Python in the processes of both engines")
     inject: str = option(
-        "", help='faults at the prefill side, as "drop=0.01,delay=0.1,seconds=0.2": drop, delay, corrupt, stall, cut'
+        "",
+        help="faults at the prefill side with their probabilities, drop, delay, corrupt, stall and cut, and how long a delay or"
+        ' a stall takes: "drop=0.01,delay=0.1,seconds=0.2"',
     )
     cluster_key: str = option("", help="file of the cluster's key (scripts/make_keys.py), at both sides; bulk is sealed then")
     insecure: bool = option(False, help="listen beyond this host without a key: whoever can connect is served")
@@ -85,6 +87,15 @@ class BenchConfig:
             raise ValueError(f"--paths {unknown[0]}: the paths are {', '.join(PATHS)}")
         if "cuda_ipc" in self.paths.split(",") and not all(device.startswith("cuda") for device in self.devices):
             raise ValueError(f"--paths cuda_ipc goes between GPUs; --arena is {self.arena}: give --arena cuda:0,cuda:1")
+        for option_name in ("contexts", "requests", "lanes"):
+            if not all(number.isdigit() and int(number) for number in getattr(self, option_name).split(",")):
+                raise ValueError(
+                    f"--{option_name} is {getattr(self, option_name)!r}; it must be numbers with commas between them"
+                )
+        try:
+            Faults.parse(self.inject)
+        except ValueError as error:
+            raise ValueError(f"--inject {self.inject}: {error}") from None
         here = self.devices[:1] if self.connect else self.devices
         if any(device.startswith("cuda") for device in here) and not torch.cuda.is_available():
             raise ValueError(f"--arena is {self.arena}: torch finds no GPU here")
@@ -387,10 +398,9 @@ def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int
                     if show:
                         print(line(rows[-1]), flush=True)
     if config.inject:
-        injected = {
-            name: count for name, count in source.transport.counters().items() if name.startswith("injected_") and count
-        }
-        print(f"{injected}; {source.broken} hand-offs were broken and made again", flush=True)
+        counters = source.transport.counters()
+        injected = [f"{count} {name}" for name, count in counters.items() if name.startswith("injected_") and count]
+        print(f"{', '.join(injected) or 'no fault'}; {source.broken} hand-offs were broken and made again", flush=True)
     source.close()
     return rows
 

@@ -145,7 +145,7 @@ def test_between_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         )
     out, err = capsys.readouterr()
     assert out.count("| decode | first step |") == 2 and "| transport | prompt |" in out
-    assert "goes over shm" in err and "goes over zeromq" in err
+    assert "goes over shm" in err and "goes over zeromq" in err and "(as asked for)" in err
 
 
 def test_a_checkpoint_is_made_once_or_for_a_while(tmp_path: Path) -> None:

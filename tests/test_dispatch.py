@@ -890,6 +890,24 @@ def test_a_worker_that_comes_back_under_its_name_replaces_the_old_one() -> None:
     assert heard.ids == {0: [4]}
 
 
+def test_the_log_says_who_joins_leaves_is_lost_and_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pdserve.router")
+    bench = Bench(dead_after_s=3)
+    bench.join("prefill", "p0")
+    bench.join("decode", "d0")
+    for _ in range(2):  # it tells again, and is not logged again
+        bench.join("decode", "d1", identity=IDENTITY | {"dtype": "fp8"})
+    bench.wait(3.5, silent=["d0"])
+    bench.join("prefill", "p0", state="gone")
+    assert [record.getMessage() for record in caplog.records] == [
+        "prefill worker p0 joined, at tcp://p0",
+        "decode worker d0 joined, at tcp://d0",
+        "decode worker d1 was refused: dtype differs: 'bf16' on p0, 'fp8' on d1",
+        "decode worker d0 was silent for 3.2 s: taken for dead",
+        "prefill worker p0 left",
+    ]
+
+
 def test_a_different_identity_is_refused_with_the_field() -> None:
     bench = Bench()
     bench.join("prefill", "p0")

@@ -90,8 +90,12 @@ def test_what_was_not_measured_is_left_empty() -> None:
         ({"paths": "shm,foo"}, "--paths foo: the paths are zeromq, shm"),
         ({"paths": "zeromq,cuda_ipc"}, "between GPUs"),
         ({"connect": "somewhere"}, "must be HOST:PORT"),
+        ({"contexts": "1024,many"}, "--contexts is '1024,many'; it must be numbers"),
+        ({"requests": "0"}, "--requests is '0'"),
+        ({"inject": "dorp=0.1"}, "--inject dorp=0.1: 'dorp' is no fault; there are drop"),
+        ({"inject": "drop=often"}, "--inject drop=often: could not convert"),
     ],
-    ids=["arena", "gpu", "sealed", "path", "cuda_ipc", "connect"],
+    ids=["arena", "gpu", "sealed", "path", "cuda_ipc", "connect", "contexts", "requests", "fault", "probability"],
 )
 def test_what_the_benchmark_cannot_do_is_refused(options: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -123,7 +123,7 @@ def test_relative_paths_are_the_callers(tmp_path: Path) -> None:
     process = launch("--model", "served", "--log-dir", "logs", cwd=tmp_path)
     try:
         assert process.stdout is not None and process.stdout.readline().startswith("ready")
-        assert (tmp_path / "logs/decode-0.log").is_file()
+        assert "KV memory: 1024 pages, 261888 tokens" in (tmp_path / "logs/decode-0.log").read_text()
     finally:
         process.terminate()
         process.communicate(timeout=PATIENCE_S)

@@ -13,7 +13,7 @@ from decode.room import allot, make_graphs, make_table
 from kernels import workspace
 from kvtransfer.layout import KVLayout
 from model.batch import Batch
-from model.memory import CPU_PAGES, TRIAL, first_arena, kv_room, tokens_in
+from model.memory import CPU_PAGES, TRIAL, first_arena, given_room, kv_room, tokens_in
 from prefill.config import PrefillConfig
 from prefill.room import allot as allot_prefill
 from scripts.kv_ends import flash_layout
@@ -82,6 +82,9 @@ def test_room_is_what_is_free_less_what_is_set_aside() -> None:
     for part in (f"{room.num_pages} pages", f"{room.tokens} tokens", "(3854 B a token)", "129 slots in", "2.00 GB for steps"):
         assert part in line, line
     assert "15.00 GB by --memory-fraction" in line
+    given = given_room(layout, first_arena(7, 3, "cpu"))
+    assert str(given).startswith("KV memory: 7 pages, 1536 tokens in 0.01 GB (3854 B a token); 3 slots in ")
+    assert "set aside" not in str(given), "nothing was measured"
 
 
 def test_too_little_for_one_sequence_is_refused_with_its_reasons() -> None:
@@ -172,6 +175,7 @@ def test_memory_options() -> None:
         ({"memory_fraction": 1.5}, "--memory-fraction is 1.5"),
         ({"kv_floor": float("nan")}, "--kv-floor is nan"),
         ({"capture": "check"}, "--capture check captures the steps of a GPU; it needs --device cuda"),
+        ({"transport": "cuda_ipc"}, "--transport cuda_ipc goes from GPU to GPU; it needs --device cuda"),
     ):
         with pytest.raises(ValueError, match=words):
             DecodeConfig(**OPTIONS, **wrong)

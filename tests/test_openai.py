@@ -32,6 +32,11 @@ def refused(parse: Callable[[dict[str, Any]], Any], **body: Any) -> ApiError:
     return caught.value
 
 
+def test_a_bound_that_nobody_reaches_is_not_named() -> None:
+    assert refused(parse_completion, prompt="x", max_tokens=0).message == "max_tokens: must be at least 1"
+    assert refused(parse_completion, prompt="x", logprobs=50).message == "logprobs: must be between 0 and 20"
+
+
 def test_defaults() -> None:
     request = parse_completion({"prompt": "x", "anything_else": [1], "user": None, "store": True})
     options = request.options

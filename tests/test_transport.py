@@ -1077,12 +1077,16 @@ def test_auto_takes_shared_memory_where_it_can_and_zeromq_where_it_cannot() -> N
     receiver.close()
 
 
-def test_shared_memory_that_is_asked_for_and_cannot_be_had_is_an_error_with_its_reason() -> None:
+def test_shared_memory_that_is_asked_for_and_cannot_be_had_is_an_error_with_its_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sender, receiver = thread_transport(small_arena(), "shm"), thread_transport(small_arena(), "zeromq")
     sender.write(receiver.address(), KEY, table([page_span(1, 1)]))
     (lost,) = collect(sender, len)
     assert isinstance(lost, Lost)
-    assert "shared memory is asked for and cannot be had: shared memory is switched off at the receiver" in lost.reason
+    why = "shared memory is asked for and cannot be had: shared memory is switched off at the receiver"
+    assert why in lost.reason
+    assert f"no KV goes to {receiver.address()}: {why}" in caplog.messages, "and no path and speed that there are not"
     sender.inner._outbound._peers[receiver.address()].tested_s -= RETEST_S  # and when it is looked at again
     receiver.expect((8, 0), 1, [1])
     sender.write(receiver.address(), (8, 0), table([page_span(1, 1)]))

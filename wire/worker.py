@@ -86,6 +86,8 @@ class WorkerConfig:
             raise ValueError(f"--memory-fraction is {self.memory_fraction}; it must be more than 0 and at most 1")
         if self.lanes > 8:
             raise ValueError(f"--lanes is {self.lanes}; more than 8 connections to a peer only cost")
+        if self.transport == "cuda_ipc" and self.device != "cuda":
+            raise ValueError("--transport cuda_ipc goes from GPU to GPU; it needs --device cuda")
         require_port("--port", self.port)
 
     def longest(self, most: int) -> int:

@@ -200,9 +200,11 @@ class BulkTransport:
             self._links.pop(peer, None)
             return
         link = self._links[peer] = Link(*values)
-        level = logging.INFO if link.usable else logging.ERROR
+        if not link.usable:
+            _log.error("no KV goes to %s: %s", peer, link.reason)
+            return
         because = f" ({link.reason})" if link.reason else ""
-        _log.log(level, "KV to %s goes over %s, %.2f GB/s in its test%s", peer, link.path, link.gb_per_s, because)
+        _log.info("KV to %s goes over %s, %.2f GB/s in its test%s", peer, link.path, link.gb_per_s, because)
 
     def _check(self, spans: Spans) -> None:
         if spans[:, KIND].max() >= len(KINDS):

@@ -193,6 +193,8 @@ class Outbound:
         if peer.path:
             return
         peer.path, peer.why, peer.device = welcome.path, welcome.reason, welcome.device
+        if self._options.path == "zeromq":
+            peer.why = "as asked for"  # the peer only sees that no memory is offered
         if self._options.path not in ("auto", peer.path):
             link = Link(peer.path, 0.0, f"{SPOKEN[self._options.path]} is asked for and cannot be had: {peer.why}", False)
             self._tested(peer, link, now_s)
