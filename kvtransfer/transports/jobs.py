@@ -45,6 +45,7 @@ class Piece:
     number: int
     spans: Spans
     num_bytes: int
+    sums: bool | None = None  # see `Chunk`; once it was sent
     made: Callable[[], int] = lambda: 0  # waits for the digest
     digest: int = 0
     landed: bool = False

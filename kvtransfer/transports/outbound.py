@@ -304,10 +304,12 @@ class Outbound:
                     self._parcels.append((lane, parcel))
 
     def _parcel(self, peer: Peer, piece: Piece) -> Parcel:
-        name, sums = self._name(peer), peer.device or isinstance(self._memory, DeviceMemory)
-        header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name, sums=sums))
+        name = self._name(peer)
+        if piece.sums is None:  # anybody may welcome us the next time: a nonce under two headers would give the seal away
+            piece.sums = peer.device or isinstance(self._memory, DeviceMemory)
+        header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name, sums=piece.sums))
         make = self._packer.reference if name else self._packer.payload
-        return make(piece, header, sums)
+        return make(piece, header, piece.sums)
 
     def _send_parcels(self, idle: bool) -> None:
         while self._parcels and (idle or self._parcels[0][1].done):
