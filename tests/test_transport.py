@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -648,6 +649,29 @@ def test_when_one_thread_cannot_put_its_share_nothing_is_written_any_more(broken
         begun.result()
     whole = [number for number in range(4) if np.array_equal(rows["page"][number], parts[number])]
     assert whole == [number for number in range(4) if number != broken], "the others' shares are complete when it is said"
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_where_no_thread_can_be_started_nothing_is_written_behind_the_answer(
+    monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    """A share that is queued before it is found out is somebody's all the same."""
+    start, left = threading.Thread.start, [None] * started
+
+    def limited(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    memory, rows, parts = large_rows(4)
+    with ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr("kvtransfer.transports.memory._THREADS", threads)
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        memory.scatter(place_table(("page", number, 0, 4 << 20) for number in range(4)), parts).result()
+        assert np.array_equal(rows["page"], np.array(parts))
+        rows["page"].fill(0)
+    assert not rows["page"].any()
 
 
 def test_a_task_is_done_once_by_a_thread_or_by_who_waits_for_it() -> None:
