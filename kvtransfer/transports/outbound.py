@@ -305,6 +305,8 @@ class Outbound:
 
     def _parcel(self, peer: Peer, piece: Piece) -> Parcel:
         name = self._name(peer)
+        if not name and piece.num_bytes > CHUNK_BYTES and len(piece.spans) > 1:  # it would break every connection it goes over
+            raise ValueError("its peer has changed the path meanwhile, and this one takes smaller chunks")
         if piece.sums is None:  # anybody may welcome us the next time: a nonce under two headers would give the seal away
             piece.sums = peer.device or isinstance(self._memory, DeviceMemory)
         header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name, sums=piece.sums))
