@@ -855,6 +855,31 @@ def test_what_the_peer_does_not_take_is_lost_at_once(
     assert word in lost.reason
 
 
+def test_the_arena_is_not_read_after_an_answer_that_comes_too_early(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
+    """Of a peer that guesses the numbers of chunks, of which it has taken but a part: what it gets of them later is not what the
+    next owner of those pages writes there."""
+    source, go = big_arena(40), threading.Event()
+    source.pages.fill_(1)
+    sender, peer = zeromq_opener(source), RawReceiver(context)
+    go.set()
+    proxy = Proxy(peer.address, lambda data: data if go.wait(30.0) else b"")
+    sender.write(proxy.address, (8, 0), table([big_span(1, 1)]))
+    before, _ = peer.next()
+    collect(sender, len)
+    go.clear()
+    sender.write(proxy.address, KEY, table([big_span(page, page) for page in range(1, 17)]))
+    assert wait(lambda: sender.counters()["chunks_sent"] == 5)
+    for number in range(1, 5):
+        peer.socket.send_multipart([peer.identity, pack_ack(Ack(before.number + number, LANDED))])
+    time.sleep(0.2)
+    assert sender.poll() == [], "libzmq still reads the pages"
+    go.set()
+    came = [peer.chunk(status=None) for _ in range(4)]
+    assert [type(event) for event in collect(sender, len)] == [Wrote]
+    assert all(each is not None and set(each[1]) == {1} for each in came)
+    proxy.close()
+
+
 def test_the_arena_is_not_read_after_drained(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
     source = big_arena(64)
     source.pages.fill_(1)

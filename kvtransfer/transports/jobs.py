@@ -49,7 +49,7 @@ class Piece:
     made: Callable[[], int] = lambda: 0  # waits for the digest
     digest: int = 0
     landed: bool = False
-    trackers: list[Any] = field(default_factory=list)  # of copies, and of frames in libzmq, for connections that are gone
+    trackers: list[Any] = field(default_factory=list)  # of frames in libzmq, and of copies for connections that are gone
 
 
 class Jobs:

@@ -49,6 +49,7 @@ PROBE_BYTES = 16 << 20
 IDLE_S = 300.0  # an unused connection is closed: decode workers come and go
 RETEST_S = 5.0  # a peer that was too slow is tested again after so long
 COMPUTING_MS = 1  # to look again whether what is to be sent has been computed
+CLOSING_MS = 1  # and whether libzmq is done with what has been answered
 _ACKS = 64  # read in one go
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # as numbers: joining enums takes as long as a small send
 _REFUSALS = {
@@ -66,7 +67,6 @@ class Lane:
     monitor: zmq.Socket[bytes]
     parcels: dict[int, Parcel] = field(default_factory=dict)
     under_way: dict[int, Piece | None] = field(default_factory=dict)
-    trackers: dict[int, list[Any]] = field(default_factory=dict)
 
     @property
     def credit(self) -> int:
@@ -150,7 +150,7 @@ class Outbound:
         if open_peers:
             return 0 if any(map(self._computed, open_peers)) else COMPUTING_MS
         if self._jobs.closing:
-            return 5
+            return CLOSING_MS
         return 250 if self._jobs.peers() or any(peer.busy for peer in self._peers.values()) else 10_000
 
     def close(self) -> None:
@@ -261,9 +261,8 @@ class Outbound:
             lane.socket.disable_monitor()
             lane.monitor.close(linger=0)
             lane.socket.close(linger=0)
-            for number, piece in lane.under_way.items():
+            for piece in lane.under_way.values():
                 if piece is not None:
-                    piece.trackers += lane.trackers[number]
                     self._jobs.send_again(piece)
             for parcel in lane.parcels.values():
                 parcel.piece.trackers.append(parcel)
@@ -329,7 +328,8 @@ class Outbound:
     def _send(self, lane: Lane, parcel: Parcel) -> None:
         piece = parcel.piece
         frames, piece.made = parcel.pack()
-        lane.under_way[piece.number], lane.trackers[piece.number] = piece, _send_frames(lane.socket, parcel.header, frames)
+        piece.trackers += _send_frames(lane.socket, parcel.header, frames)
+        lane.under_way[piece.number] = piece
         self._counters.add("chunks_sent")
 
     def _lose(self, piece: Piece, error: Exception) -> None:
@@ -361,7 +361,6 @@ class Outbound:
             raise BadFrame("an answer to nothing")
         peer.moved_s = now_s
         piece = lane.under_way.pop(ack.number)
-        lane.trackers.pop(ack.number, None)
         if piece is None:
             peer.probes_left -= 1
             if not peer.probes_left:
