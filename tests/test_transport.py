@@ -856,8 +856,8 @@ def test_what_the_peer_does_not_take_is_lost_at_once(
 
 
 def test_the_arena_is_not_read_after_an_answer_that_comes_too_early(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
-    """Of a peer that guesses the numbers of chunks, of which it has taken but a part: what it gets of them later is not what the
-    next owner of those pages writes there."""
+    """Of a peer that guesses the numbers of chunks, of which it has taken but a part: what it gets of them later is not what
+    the next owner of those pages writes there."""
     source, go = big_arena(40), threading.Event()
     source.pages.fill_(1)
     sender, peer = zeromq_opener(source), RawReceiver(context)
@@ -1023,6 +1023,37 @@ def test_an_unreachable_peer_is_lost_after_the_stall_time_and_a_later_write_conn
     assert chunk.key == (9, 0)
     assert payload == bytes(source.pages[2].tolist())
     assert [type(event) for event in collect(sender, len)] == [Wrote]
+
+
+def test_a_chunk_that_is_never_answered_is_sent_again_though_others_are_answered(zeromq_opener: Opener) -> None:
+    """Its header was changed on the way, so that the receiver cannot say a word to it."""
+    source, target = big_arena(), big_arena()
+    sender, receiver = zeromq_opener(source, stall_s=1.0), zeromq_opener(target)
+    source.pages[1].fill_(1)
+    key, broken = (123_456_789, 0), list[bytes]()
+
+    def tamper(data: bytes) -> bytes:
+        at = data.find(key[0].to_bytes(8, "little"))
+        if broken or data[at - 12 : at - 8] != b"pdK2":
+            return data
+        broken.append(data)
+        return data.replace(b"pdK2", b"pdK9")
+
+    proxy = Proxy(receiver.address(), tamper)
+    receiver.expect(key, 1, [1])
+    sender.write(proxy.address, key, table([big_span(1, 1)]))
+    events, rid = list[Event](), 100
+    while key not in [event.key for event in events]:
+        assert rid < 300, "others are served, and it hangs"
+        receiver.expect((rid, 0), 1, [2])
+        sender.write(proxy.address, (rid, 0), table([big_span(2, 2)]))
+        events += collect(sender, len)
+        receiver.revoke((rid, 0))
+        rid += 1
+        time.sleep(0.02)
+    assert broken and rid > 101 and not of_type(events, Lost)
+    assert torch.equal(target.pages[1], source.pages[1])
+    proxy.close()
 
 
 def test_a_connection_that_breaks_is_made_again_and_nothing_is_lost(zeromq_opener: Opener) -> None:

@@ -3,8 +3,8 @@
 A peer is greeted when something is first written to it: HELLO, WELCOME with the path it is to be, then a test of that
 path's speed. A chunk counts against its connection's credit until it is acknowledged, so what is under way is bounded
 and our memory is known to be free again. Out of a device's memory it is copied first, while others are on the wire. When a
-connection breaks, the peer is greeted afresh and what was not acknowledged goes out again: the receiver knows each chunk by
-its number.
+connection breaks, or others have overtaken an answer that does not come, the peer is greeted afresh and what was not
+acknowledged goes out again: the receiver knows each chunk by its number.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Lane:
     monitor: zmq.Socket[bytes]
     parcels: dict[int, Parcel] = field(default_factory=dict)
     under_way: dict[int, Piece | None] = field(default_factory=dict)
+    moved_s: float = 0.0  # when its oldest chunk was answered, or it had none
 
     @property
     def credit(self) -> int:
@@ -211,6 +212,8 @@ class Outbound:
         peer.link, peer.probe_begin_s, peer.tested_s, peer.moved_s = None, time.perf_counter(), now_s, now_s
         rounds = max(1, min(PROBE_BYTES // (row_bytes * pages), CREDIT))
         data = np.zeros(row_bytes, dtype=np.uint8)
+        for lane in peer.lanes:
+            lane.moved_s = now_s
         for _ in range(rounds):
             for lane in peer.lanes:
                 chunk = Chunk((0, 0), next(self._numbers), spans, name, probe=True)
@@ -242,6 +245,8 @@ class Outbound:
             quiet_s = now_s - peer.moved_s
             if peer.busy or self._jobs.waiting(peer.address):
                 if quiet_s <= self._options.stall_s:
+                    if any(lane.under_way and now_s - lane.moved_s > self._options.stall_s for lane in peer.lanes):
+                        self._reconnect(peer, now_s)  # an answer that others have overtaken does not come any more
                     continue
                 self._drop_lanes(peer)
                 self._jobs.lose_peer(peer.address, f"{peer.address} took nothing for {quiet_s:.1f} s")
@@ -289,6 +294,8 @@ class Outbound:
         if not peer.busy:
             peer.moved_s = now_s
         for lane in peer.lanes:
+            if lane.credit == CREDIT:
+                lane.moved_s = now_s
             if lane.credit > 0 and self._computed(peer):
                 piece = self._jobs.next_piece(peer.address, FETCH_BYTES.get(peer.path, CHUNK_BYTES))
                 if piece is None:
@@ -360,6 +367,8 @@ class Outbound:
         if ack.number not in lane.under_way:
             raise BadFrame("an answer to nothing")
         peer.moved_s = now_s
+        if ack.number == next(iter(lane.under_way)):
+            lane.moved_s = now_s
         piece = lane.under_way.pop(ack.number)
         if piece is None:
             peer.probes_left -= 1
