@@ -39,7 +39,7 @@ from wire.options import option, parse
 
 LIMIT_TOKENS = 32_768  # the prompts that the limit is set for, on a GPU
 START_LIMIT_S = 60.0  # of a worker that finds its kernels compiled
-LOG_WAIT_S = 5.0  # for the last lines of a request
+LOG_WAIT_S = 30.0  # for the last lines of a request
 TOLD = re.compile(r"(?:compiled|started once|captured|KV memory|KV to)\b")  # what else of a worker's log is shown
 
 Figures = dict[str, Any]

@@ -218,17 +218,16 @@ class Source:
         return spent
 
     def round_trips(self, stop: threading.Event) -> list[float]:
-        """Seconds of control round trips, Offer to Grant, a hundred a second until `stop`."""
+        """Seconds of control round trips, Offer to Grant, a hundred a second until `stop`, but one at least."""
         inbox, outbox, trips = self._new_inbox(), Outbox(self._context), []
-        rid = 1 << 40
-        while not stop.is_set():
-            rid += 1
+        for rid in itertools.count(1 << 40):
             begin_s = time.perf_counter()
             outbox.send(self._there, offer((rid, 0), -1, inbox.address))
             if inbox.wait(5.0):
                 list(inbox.drain())
                 trips.append(time.perf_counter() - begin_s)
-            time.sleep(0.01)
+            if stop.wait(0.01):
+                break
         inbox.close()
         outbox.close()
         return trips

@@ -75,7 +75,7 @@ def events(text: str) -> list[Any]:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
     """Waits for something that another part of the loop brings about."""
     async with asyncio.timeout(timeout_s):
         while not condition():
@@ -90,7 +90,7 @@ async def scripted_cluster(
     settings = {"port": 0, "tokenizer": TOKENIZER, "model_name": "m", "dead_after_s": 1.5, "recovery_wait_s": 1.0, **config}
     router = Router(RouterConfig(**settings))
     await router.start()
-    async with aiohttp.ClientSession(router.url, timeout=aiohttp.ClientTimeout(20)) as http:
+    async with aiohttp.ClientSession(router.url, timeout=aiohttp.ClientTimeout(60)) as http:
         cluster = ScriptedCluster(router, http)
         for _ in range(prefills):
             cluster.add_prefill()
@@ -98,7 +98,7 @@ async def scripted_cluster(
             cluster.add_decode(script)
         if prefills and decodes:
             await until(lambda: len(router.dispatcher.pool.workers()) == prefills + decodes)
-            await asyncio.wait_for(router.health.ready.wait(), 5)
+            await asyncio.wait_for(router.health.ready.wait(), 30)
         try:
             yield cluster
         finally:

@@ -23,13 +23,23 @@ TINY = str(GOLDEN / "tiny-bf16/model")
 TOKENIZER = str(ROOT / "tests/data/tokenizer")
 DEVICE = os.environ.get("PDSERVE_TEST_DEVICE", "cpu")  # "cuda" runs the same tests on a GPU
 
+PATIENCE_S = 60.0  # a machine may be busy with other things; workers report twice a second at best
+
 Result = TypeVar("Result")
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    """Raises AssertionError when `condition` does not come true."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"never came: {what}"
+        time.sleep(0.1)
 
 
 @contextmanager
 def running(model: str = TINY, *, prefill: int = 1, decode: int = 1, **arguments: str) -> Iterator[Server]:
     """A served `model` on a free port; `arguments` are LocalConfig's (router_args, prefill_args, decode_args)."""
-    timeout_s = 120 if DEVICE == "cpu" else 900  # a GPU compiles its kernels first
+    timeout_s = 300 if DEVICE == "cpu" else 900  # a GPU compiles its kernels first
     if DEVICE == "cuda":  # as many pages as on a CPU: what is free is not a system's alone, tests run several
         for pool in ("prefill_args", "decode_args"):
             arguments[pool] = f"--num-pages 1024 {arguments.get(pool, '')}"
@@ -108,7 +118,7 @@ class Server:
     def total(self, name: str) -> float:
         return sum(self.metrics().get(name, {}).values())
 
-    def wait_idle(self, timeout_s: float) -> None:
+    def wait_idle(self, timeout_s: float = PATIENCE_S) -> None:
         """Waits until no worker holds a page, a slot or a request. Raises AssertionError with what is left."""
         deadline_s = time.monotonic() + timeout_s
         while left := self._held():

@@ -168,7 +168,7 @@ def test_recall_through_prefill_and_decode(world: World) -> None:
     ]
     with running(str(BUNDLED)) as server:
         replies = server.complete_all([{"path": "/v1/chat/completions", **body} for body in bodies])
-        server.wait_idle(timeout_s=10)
+        server.wait_idle()
     told = [(r.choice(0)["message"]["content"], r.choice(0)["finish_reason"]) for r in replies]
     right = sum(answer == (prompt.value, "stop") for answer, prompt in zip(told, prompts, strict=True))
     assert right >= SERVED_RIGHT, [

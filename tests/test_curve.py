@@ -45,12 +45,12 @@ def contexts() -> Iterator[Callable[[str], zmq.Context[Any]]]:
         context.destroy(linger=0)
 
 
-def received(inbox: Inbox, timeout_s: float = 5.0) -> list[Any]:
+def received(inbox: Inbox, timeout_s: float = 30.0) -> list[Any]:
     inbox.wait(timeout_s)
     return list(inbox.drain())
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     end_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end_s:
@@ -65,7 +65,7 @@ def test_members_talk(contexts: Callable[[str], zmq.Context[Any]], key_file: str
     assert received(inbox) == [Abort(1, 2)]
     status = Status("decode", "d", "serving", "tcp://x", {}, {}, [{}, {}, {}], b"", 1)
     heartbeat = Heartbeat(contexts(key_file), inbox.address, status)
-    assert received(inbox) == [status]
+    assert received(inbox)[0] == status  # and again every half second
     heartbeat.close()
     assert inbox.refused_peers == 0
 

@@ -28,6 +28,7 @@ from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT
 from kvtransfer.transports.seal import Seal
 from tests.transfer_rig import (
     LAYOUT,
+    PATIENCE_S,
     DeviceTransport,
     HostStream,
     Place,
@@ -273,13 +274,24 @@ def test_sealed_frames_of_another_size_do_not_reach_a_device(opener: Opener, con
 # --- while the sender's device copies
 
 
+def answer_until(peer: RawReceiver, condition: Callable[[], Any]) -> None:
+    """The peer answers greetings and tests, whenever they come; no chunk does."""
+
+    def look() -> Any:
+        assert peer.chunk(timeout_s=0.02) is None
+        return condition()
+
+    assert wait(look)
+
+
 def test_a_chunk_leaves_when_its_copy_is_over_and_the_next_ones_are_begun(opener: Opener, context: zmq.Context[Any]) -> None:
     source = large_arena(40, seed=1)
     sender, peer = never_idle(opener(source)), RawReceiver(context)
     stream = stream_of(sender)
     stream.copies_end.clear()
     sender.write(peer.address, KEY, table([page_span(page, page, MIB) for page in range(1, 33)]))
-    assert peer.chunk(timeout_s=0.3) is None
+    answer_until(peer, lambda: len(stream.begun) == CREDIT)
+    time.sleep(0.1)
     assert len(stream.begun) == CREDIT, "as much as may be under way, and no more"
     assert sender.inner._outbound.wait_ms() == 0, "it looks after them"
     stream.copies_end.set()
@@ -371,10 +383,10 @@ def test_what_was_to_be_fetched_is_not_sent_in_one_piece(opener: Opener, context
 
 def test_what_is_lost_in_the_middle_of_a_copy_is_said_when_that_is_over(opener: Opener, context: zmq.Context[Any]) -> None:
     """Its memory is somebody else's then."""
-    sender, peer = never_idle(opener(small_arena(), stall_s=1.0)), RawReceiver(context)
+    sender, peer = never_idle(opener(small_arena(), stall_s=2.0)), RawReceiver(context)
     stream_of(sender).copies_end.clear()
     sender.write(peer.address, KEY, table([page_span(1, 5)]))
-    assert peer.chunk(timeout_s=0.1) is None and wait(lambda: stream_of(sender).begun)
+    answer_until(peer, lambda: stream_of(sender).begun)
     assert wait(lambda: not sender.inner._outbound._peers), "it is given up"
     time.sleep(0.05)
     assert not of_type(sender.poll(), Lost)
@@ -435,12 +447,12 @@ def test_an_engine_that_ends_waits_for_what_its_device_reads(opener: Opener, con
     stream = stream_of(sender)
     stream.copies_end.clear()
     sender.write(peer.address, KEY, table([page_span(1, 5)]))
-    assert peer.chunk(timeout_s=0.1) is None and wait(lambda: stream.begun)
+    answer_until(peer, lambda: stream.begun)
     sender._channel.close()
     sender._thread.join(0.3)
     assert sender._thread.is_alive()
     stream.copies_end.set()
-    sender._thread.join(5)
+    sender._thread.join(PATIENCE_S)
     assert not sender._thread.is_alive() and not stream.begun
 
 

@@ -31,18 +31,18 @@ from tests.transfer_rig import LAYOUT, PAGE_TOKENS, Proxy, RawSender, Span, refu
 from wire.messages import Grant, Ready, pack_ids
 
 KEY = (7, 0)
-TIMEOUT_S = 0.3
+TIMEOUT_S = 0.3  # of the test that waits for it; elsewhere nothing may be lost to a busy machine
 
 
 class Pair:
     """A prefill and a decode side in one process, each with its arena and transport."""
 
-    def __init__(self, num_pages: int = 64, num_slots: int = 16, stall_s: float = 30.0) -> None:
+    def __init__(self, num_pages: int = 64, num_slots: int = 16, stall_s: float = 30.0, timeout_s: float = 30.0) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.source, self.target = small_arena(num_pages, num_slots, seed=1), small_arena(num_pages, num_slots, seed=2)
         self.out = thread_transport(self.source, stall_s=stall_s)
         self.into = thread_transport(self.target)
-        self.sender, self.receiver = Sender(self.source, self.out), Receiver(self.target, self.into, TIMEOUT_S)
+        self.sender, self.receiver = Sender(self.source, self.out), Receiver(self.target, self.into, timeout_s)
         self.sent: dict[Key, Sent | SendLost | Freed] = {}
         self.ended: dict[Key, Arrived | Broken | Freed] = {}
 
@@ -221,18 +221,21 @@ def test_a_byte_flipped_in_flight_breaks_the_hand_off(pair: Pair) -> None:
     proxy.close()
 
 
-def test_missing_spans_break_it_after_the_timeout(pair: Pair) -> None:
+def test_missing_spans_break_it_after_the_timeout() -> None:
+    pair = Pair(timeout_s=TIMEOUT_S)
     grant = pair.receiver.open(KEY, 6, [11, 10, 2])
     expected = sent_of_slot(20)
     num_bytes = 3 * LAYOUT.page_bytes + sum(nbytes for _, nbytes in expected)
     pair.out.write(
         grant.address, KEY, table([Span("page", 5, 11, 0, LAYOUT.page_bytes), Span("page", 5, 2, 0, LAYOUT.page_bytes)])
     )
+    pair.until(lambda: pair.receiver._open[KEY].num_landed == 2)
     begin_s = time.monotonic()
     pair.receiver.ready(Ready(*KEY, 20, 3 + len(expected), num_bytes, 0))
     reason = pair.broken()
-    assert TIMEOUT_S <= time.monotonic() - begin_s < TIMEOUT_S + 2
+    assert TIMEOUT_S <= time.monotonic() - begin_s < TIMEOUT_S + 20
     assert f"{1 + len(expected)} of {3 + len(expected)} spans missing 0.3 s after Ready, page 10 " in reason
+    pair.close()
 
 
 def test_a_span_that_comes_twice_is_refused_and_the_first_stays(pair: Pair) -> None:
@@ -384,7 +387,7 @@ def test_a_dead_decode_worker_loses_the_hand_off_and_its_pages_come_back() -> No
     def lost() -> list[Sent | SendLost]:
         return [end for end in pair.sender.poll() if isinstance(end, SendLost)]
 
-    assert wait(lost, 5)
+    assert wait(lost)
     pair.close()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import zmq
 
+from tests.ports import closed_port, inbox_again, own_port
 from wire.curve import ClusterKey, secure
 from wire.heartbeat import Heartbeat
 from wire.messages import Status
@@ -28,7 +29,11 @@ def context() -> Iterator[zmq.Context[Any]]:
     context.destroy(linger=0)
 
 
+PATIENCE_S = 30.0  # a machine may be busy with other things
+
+
 def collect(inbox: Inbox, seconds: float) -> list[Status]:
+    """What comes within that time."""
     found: list[Status] = []
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
@@ -37,26 +42,44 @@ def collect(inbox: Inbox, seconds: float) -> list[Status]:
     return found
 
 
+def await_word(inbox: Inbox, enough: Callable[[Status], bool]) -> list[Status]:
+    """What comes up to the word that is waited for."""
+    found: list[Status] = []
+    end_s = time.monotonic() + PATIENCE_S
+    while not (found and enough(found[-1])):
+        assert time.monotonic() < end_s, f"it never came, but {found[-5:]}"
+        inbox.wait(0.1)
+        found += inbox.drain(limit=1)
+    return found
+
+
+def is_gone(status: Status) -> bool:
+    return status.state == "gone"
+
+
 def test_first_word_is_immediate_and_the_last_one_is_gone(context: zmq.Context[Any]) -> None:
     inbox = Inbox(context)
     heartbeat = Heartbeat(context, inbox.address, status(1))
-    assert inbox.wait(2.0)
-    first = next(iter(inbox.drain()))
+    assert inbox.wait(PATIENCE_S)
+    first = next(inbox.drain(limit=1))
     assert (first.state, first.load) == ("serving", {"queued": 1})
     heartbeat.publish(status(2))
     heartbeat.close()
-    last = collect(inbox, 0.3)[-1]
-    assert (last.state, last.load) == ("gone", {"queued": 2})
+    assert await_word(inbox, is_gone)[-1].load == {"queued": 2}
+    assert not collect(inbox, 0.2)
     inbox.close()
 
 
 def test_a_loop_that_publishes_nothing_falls_silent_until_it_does_again(context: zmq.Context[Any]) -> None:
     inbox = Inbox(context)
-    heartbeat = Heartbeat(context, inbox.address, status(1), period_s=0.02, stale_s=0.3)
-    assert collect(inbox, 0.4)
-    assert not collect(inbox, 0.3)
+    heartbeat = Heartbeat(context, inbox.address, status(1), period_s=0.02, stale_s=0.5)
+    end_s = time.monotonic() + PATIENCE_S
+    assert inbox.wait(PATIENCE_S), "it beats"
+    time.sleep(0.6)  # from now on it is silent, but for what is on its way
+    while collect(inbox, 0.3):
+        assert time.monotonic() < end_s, "it goes on for ever"
     heartbeat.publish(status(2))
-    assert [beat.load for beat in collect(inbox, 0.2)][:1] == [{"queued": 2}]
+    assert [beat.load for beat in await_word(inbox, lambda beat: True)] == [{"queued": 2}]
     heartbeat.close()
     inbox.close()
 
@@ -64,8 +87,8 @@ def test_a_loop_that_publishes_nothing_falls_silent_until_it_does_again(context:
 def test_it_beats_while_the_loop_computes_and_repeats_the_last_word(context: zmq.Context[Any]) -> None:
     inbox = Inbox(context)
     heartbeat = Heartbeat(context, inbox.address, status(7), period_s=0.05)
-    number, end_s = 0, time.monotonic() + 0.6
-    while time.monotonic() < end_s:
+    number, end_s = 0, time.thread_time() + 0.6  # of this thread: others may have the processor meanwhile
+    while time.thread_time() < end_s:
         number += 1  # a loop that never lets go of the interpreter by itself
     beats = list(inbox.drain())
     heartbeat.close()
@@ -75,10 +98,10 @@ def test_it_beats_while_the_loop_computes_and_repeats_the_last_word(context: zmq
 
 
 def test_a_router_that_comes_back_gets_the_newest_word_only(context: zmq.Context[Any]) -> None:
-    inbox = Inbox(context)
+    inbox = Inbox(context, port=own_port())
     port = int(inbox.address.rsplit(":", 1)[1])
     heartbeat = Heartbeat(context, inbox.address, status(0), period_s=0.01)
-    assert inbox.wait(2.0)
+    assert inbox.wait(PATIENCE_S)
     inbox.close()
     time.sleep(0.3)
     for number in range(50):
@@ -86,11 +109,11 @@ def test_a_router_that_comes_back_gets_the_newest_word_only(context: zmq.Context
         time.sleep(0.01)
     heartbeat.publish(status(1000))
     time.sleep(0.05)
-    back = Inbox(context, port=port)
-    assert back.wait(5.0)
-    messages = collect(back, 0.2)
-    assert len(messages) < 40
-    assert all(message.load["queued"] == 1000 for message in messages[1:])
+    back = inbox_again(context, port)
+    assert back.wait(PATIENCE_S)
+    messages = await_word(back, lambda message: message.load["queued"] == 1000)
+    assert len(messages) <= 2, "one may have been on the way"
+    assert all(message.load["queued"] == 1000 for message in collect(back, 0.2))
     heartbeat.close()
     back.close()
 
@@ -102,7 +125,7 @@ def test_what_cannot_be_encoded_fails_where_it_is_published(context: zmq.Context
     with pytest.raises(TypeError):
         heartbeat.publish(bad)
     heartbeat.close()
-    assert collect(inbox, 0.2)[-1].state == "gone"
+    await_word(inbox, is_gone)
     inbox.close()
 
 
@@ -111,17 +134,22 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_router_that_is_not_there_is_warned_of_once(context: zmq.Context[Any], caplog: pytest.LogCaptureFixture) -> None:
-    inbox = Inbox(context)
-    inbox.close()
-    begin_s = time.monotonic()
-    heartbeat = Heartbeat(context, inbox.address, status(), period_s=0.02, unheard_s=0.2)
-    while not warnings_of(caplog) and time.monotonic() < begin_s + 10:
-        time.sleep(0.01)
-    assert time.monotonic() - begin_s > 0.19, "it waits before it warns"
-    time.sleep(0.2)  # ten more beats
-    heartbeat.close()
+    with closed_port() as port:
+        begin_s = time.monotonic()
+        heartbeat = Heartbeat(context, f"tcp://127.0.0.1:{port}", status(), period_s=0.02, unheard_s=0.2)
+        await_warning(caplog)
+        assert time.monotonic() - begin_s > 0.19, "it waits before it warns"
+        time.sleep(0.2)  # ten more beats
+        heartbeat.close()
     (line,) = warnings_of(caplog)
-    assert inbox.address in line and "--cluster-key" in line
+    assert f"tcp://127.0.0.1:{port} " in line and "--cluster-key" in line
+
+
+def await_warning(caplog: pytest.LogCaptureFixture) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not warnings_of(caplog):
+        assert time.monotonic() < end_s, "it never warns"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("worker_has", ["another key", "no key", "the key"])
@@ -132,7 +160,12 @@ def test_only_a_router_with_another_key_is_warned_of(worker_has: str, caplog: py
     if worker_has != "no key":
         secure(worker, ours if worker_has == "the key" else ClusterKey.generate())
     inbox = Inbox(router)
-    heartbeat = Heartbeat(worker, inbox.address, status(), period_s=0.02, unheard_s=0.2)
+    heartbeat = Heartbeat(worker, inbox.address, status(), period_s=0.02, unheard_s=0.5)
+    if worker_has == "the key":
+        assert inbox.wait(PATIENCE_S)
+        caplog.clear()  # on a busy machine the handshake may take that long
+    else:
+        await_warning(caplog)
     heard = collect(inbox, 0.7)
     heartbeat.close()
     inbox.close()

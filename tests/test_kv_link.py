@@ -34,7 +34,7 @@ from wire.sockets import open_context
 
 PROMPT = prompt(30)
 MARKER = array("q", PROMPT[8:11]).tobytes()  # of KV: a page of the fake runner holds its tokens
-ENOUGH_S = 10.0  # for a link that has healed
+ENOUGH_S = 30.0  # for a link that has healed
 
 
 class Tamper:
@@ -132,6 +132,7 @@ async def linked(
         return transport
 
     monkeypatch.setattr(decode.worker, "open_transport", behind_proxy)
+    options = {"dead_after_s": 60.0, **options}  # a retry must have one reason
     router = Router(RouterConfig(port=0, model_name="m", cluster_key=key, **options))
     await router.start()
     context, runners = open_context(key), [FakeRunner(), FakeRunner()]
@@ -141,12 +142,12 @@ async def linked(
         Running(PrefillWorker(PrefillConfig(**common, step_tokens=16, chunk_tokens=8), runners[0], context)),  # type: ignore[arg-type]
         Running(decode.worker.Worker(DecodeConfig(**common), runners[1], context)),  # type: ignore[arg-type]
     ]
-    async with aiohttp.ClientSession(router.url, timeout=aiohttp.ClientTimeout(60)) as http:
+    async with aiohttp.ClientSession(router.url, timeout=aiohttp.ClientTimeout(300)) as http:
         system = Linked(router, http, workers, proxies[0])
         try:
-            await asyncio.wait_for(router.health.ready.wait(), 20)
+            await asyncio.wait_for(router.health.ready.wait(), 60)
             yield system
-            await until(lambda: system.idle, 10)
+            await until(lambda: system.idle)
         finally:
             await router.stop()
             for worker in workers:

@@ -20,6 +20,7 @@ from kvtransfer.transports import Landed, Wrote
 from scripts.bench_kvtransfer import HEADER, BenchConfig, Row, digest_cost, line, run
 from scripts.kv_ends import flash_layout
 from scripts.kv_undigested import UndigestedTransport
+from tests.ports import closed_port
 from tests.transfer_rig import LAYOUT, Span, collect, of_type, table
 
 
@@ -44,7 +45,8 @@ def test_what_the_digest_costs(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = [row.split() for row in capsys.readouterr().out.splitlines()[1:]]
     digested, bare = float(row[3].rstrip(",")), float(row[4])
     assert row[:3] == ["shm", "1024", "2"] and min(digested, bare) > 0
-    assert float(row[5].rstrip("%,")) == pytest.approx(100 * (1 - digested / bare), abs=10)
+    rounding = 0.01 / bare * (1 + digested / bare)  # two digits say little of what a busy machine reaches
+    assert float(row[5].rstrip("%,")) == pytest.approx(100 * (1 - digested / bare), abs=100 * rounding + 0.1)
 
 
 def test_an_engine_without_digests_makes_none() -> None:
@@ -59,10 +61,8 @@ def test_an_engine_without_digests_makes_none() -> None:
 
 
 def test_a_decode_side_that_is_not_there_is_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
-    with pytest.raises(SystemExit, match=f"no decode side answers at {address}: Connection refused"):
-        run(BenchConfig(contexts="256", requests="1", connect=address), show=False)
+    with closed_port() as port, pytest.raises(SystemExit, match=f"answers at 127.0.0.1:{port}: Connection refused"):
+        run(BenchConfig(contexts="256", requests="1", connect=f"127.0.0.1:{port}"), show=False)
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:

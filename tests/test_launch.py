@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,7 @@ import zmq
 
 from scripts import launch_local
 from scripts.launch_local import Child, LaunchError, LocalConfig, System
-from tests.system import ROOT, TINY, Server, running
+from tests.system import PATIENCE_S, ROOT, TINY, Server, running, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def test_ready_line_then_a_signal_stops_every_child(stop: signal.Signals) -> Non
     children = children_of(process.pid)
     assert len(children) == 3
     process.send_signal(stop)
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_S) == 0
     assert process.stdout.read() == ""
     assert not [pid for pid in children if alive(pid)]
 
@@ -66,10 +65,7 @@ def test_children_end_when_the_launcher_is_killed() -> None:
     assert process.stdout is not None and process.stdout.readline().startswith("ready")
     children = children_of(process.pid)
     process.kill()
-    deadline_s = time.monotonic() + 10
-    while any(alive(pid) for pid in children):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_for(lambda: not any(alive(pid) for pid in children), "the end of its children")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +79,7 @@ def test_children_end_when_the_launcher_is_killed() -> None:
 )
 def test_a_failure_is_one_line_and_a_non_zero_exit(flags: list[str], word: str) -> None:
     process = launch(*flags)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=3 * PATIENCE_S)
     assert process.returncode != 0
     assert out == ""
     assert word in err.strip().splitlines()[-1], err
@@ -103,7 +99,7 @@ def test_logs_that_cannot_be_written_are_one_line(log_dir: str, tmp_path: Path) 
 def test_what_cannot_start_leaves_no_folder_and_what_starts_says_where_its_logs_are(tmp_path: Path) -> None:
     for flags, folders in ((["--model", "/nowhere"], 0), (["--router-args=--nonsense"], 1)):
         process = launch(*flags, TMPDIR=str(tmp_path))
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=3 * PATIENCE_S)
         made = list(tmp_path.glob("pdserve-*"))
         assert process.returncode == 1 and len(made) == folders
         assert all(f"logs are in {folder}\n" in err and (folder / "router.log").read_text() for folder in made)
@@ -114,7 +110,7 @@ def test_a_broken_checkpoint_names_the_tensor(tmp_path: Path) -> None:
     data = (tmp_path / "model/model.safetensors").read_bytes()
     (tmp_path / "model/model.safetensors").write_bytes(data.replace(b'"layers.3.attn.attn_sink"', b'"layers.3.attn.attn_sank"'))
     process = launch("--model", str(tmp_path / "model"))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=3 * PATIENCE_S)
     assert process.returncode == 1
     _, why = err.strip().splitlines()
     assert "layers.3.attn.attn_s" in why
@@ -130,7 +126,7 @@ def test_relative_paths_are_the_callers(tmp_path: Path) -> None:
         assert (tmp_path / "logs/decode-0.log").is_file()
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=PATIENCE_S)
 
 
 def test_a_child_that_dies_later_stops_the_rest() -> None:
@@ -138,7 +134,7 @@ def test_a_child_that_dies_later_stops_the_rest() -> None:
     assert process.stdout is not None and process.stdout.readline().startswith("ready")
     children = children_of(process.pid)
     os.kill(children[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1 and "prefill-0 was killed by signal 9 (SIGKILL) (log: " in err, err
     assert not [pid for pid in children if alive(pid)]
 
@@ -154,7 +150,7 @@ def test_a_child_that_dies_later_stops_the_rest() -> None:
 )
 def test_the_last_word_of_a_child_is_the_reason_only_of_its_own_failure(end: str, said: str, tmp_path: Path) -> None:
     child = Child("decode-0", ["bash", "-c", f"echo a last word >&2; {end}"], tmp_path, {**os.environ})
-    child.process.wait(10)
+    child.process.wait(PATIENCE_S)
     with pytest.raises(LaunchError, match=rf"^decode-0 {said} \(log: .*decode-0\.log\)$"):
         child.check()
 
@@ -190,7 +186,7 @@ def throw_junk(port: int) -> None:
         push.send(frame)
     for _ in range(20):
         push.send_multipart([os.urandom(20), b"", os.urandom(200)])
-    push.close(linger=5000)
+    push.close(linger=30_000)
     context.term()
 
 
@@ -204,8 +200,8 @@ def test_junk_on_every_socket_is_counted_and_service_goes_on(server: Server) -> 
             if f":{port}" not in server.url:
                 throw_junk(port)
     assert server.complete(**body).ids() == before
-    wait_for(lambda: all(count_bad(server, child.name) for child in server.system.children))
-    assert server.get("/health")[0] == 200
+    wait_for(lambda: all(count_bad(server, child.name) for child in server.system.children), "the counters")
+    wait_for(lambda: server.get("/health")[0] == 200, "health")
 
 
 def count_bad(server: Server, child: str) -> bool:
@@ -214,13 +210,6 @@ def count_bad(server: Server, child: str) -> bool:
     text = server.get("/metrics")[1]
     rows = [line for line in text.splitlines() if line.startswith("pdserve_bad_frames_total") and (f'role="{role}"' in line)]
     return any(float(row.split()[-1]) > 0 for row in rows)
-
-
-def wait_for(condition: Any, timeout_s: float = 10) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +223,7 @@ def wait_for(condition: Any, timeout_s: float = 10) -> None:
 def test_an_unequal_worker_is_refused_with_the_field(server: Server, model: str, flags: list[str], field: str) -> None:
     inbox = server.system.children[0].line("inbox ")
     command = [sys.executable, "-m", "decode", "--model", model, "--router", inbox, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=3 * PATIENCE_S)
     assert done.returncode == 3, done.stderr
     assert "refused" in done.stderr and field in done.stderr, done.stderr
     assert server.complete(prompt=[5, 6, 7], max_tokens=2).status == 200

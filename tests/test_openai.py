@@ -317,8 +317,7 @@ def test_stop_strings_across_tokens_end_the_sample_on_decode_too() -> None:
             answer = await cluster.complete(prompt="x", max_tokens=20, **body)
             assert answer["choices"][0] | {"logprobs": 0} == {"index": 0, "text": "ab", "logprobs": 0, "finish_reason": "stop"}
             assert answer["usage"]["completion_tokens"] == 5  # up to and with the token that completed it
-        await until(lambda: not decode.running)
-        assert decode.aborted[-1][0].sample == 0
+        await until(lambda: not decode.running and sum(abort.sample == 0 for abort, _ in decode.aborted) == 2)
         events = await cluster.stream("completions", {"prompt": "x", "max_tokens": 20, "stop": "cde", "return_token_ids": True})
         assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "ab"
         assert [i for event in events[:-1] for i in event["choices"][0]["token_ids"]] == LETTERS[:5]
@@ -596,13 +595,13 @@ def test_a_client_that_goes_while_its_scores_are_written_harms_nobody() -> None:
     async def test(cluster: ScriptedCluster) -> None:
         body = {"prompt": [5] * 50_000, "echo": True, "logprobs": 10, "max_tokens": 1}
         task = asyncio.create_task(cluster.stream("completions", body))
-        await until(lambda: cluster.prefills[0].seen and len(cluster.prefills[0].seen[-1].tokens) == 200_000)
+        await until(lambda: any(len(prompt.tokens) == 200_000 for prompt in cluster.prefills[0].seen))
         await asyncio.sleep(0.05)
         task.cancel()
         assert (await cluster.complete(prompt=[5] * 30_000, echo=True, logprobs=1, max_tokens=1))["usage"][
             "total_tokens"
         ] == 30_001
-        assert not cluster.router.dispatcher.in_flight
+        await until(lambda: not cluster.router.dispatcher.in_flight)
 
     check_wide(test)
 
@@ -629,7 +628,7 @@ def test_a_huge_text_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch
 
     def slow(self: Tokenizer, text: str) -> list[int]:
         if len(text) == len(huge):
-            release.wait(10)
+            release.wait(60)
         return encode(self, text)
 
     monkeypatch.setattr(Tokenizer, "encode", slow)
@@ -638,7 +637,7 @@ def test_a_huge_text_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch
         tasks = [asyncio.create_task(cluster.post("completions", {"prompt": huge, "max_tokens": 1})) for _ in range(3)]
         await asyncio.sleep(0.1)
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 assert (await cluster.complete(prompt="z" * 3000, max_tokens=1))["usage"]["completion_tokens"] == 1
             assert not any(task.done() for task in tasks)
         finally:
@@ -651,7 +650,11 @@ def test_a_huge_text_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch
 def test_room_is_looked_at_again_when_the_prompt_is_tokenised() -> None:
     async def test(cluster: ScriptedCluster) -> None:
         body = {"prompt": "z" * 3000, "max_tokens": 1000}
-        answers = await asyncio.gather(*(cluster.post("completions", body) for _ in range(6)))
+        cluster.decodes[0].hold = True
+        tasks = [asyncio.create_task(cluster.post("completions", body)) for _ in range(6)]
+        await until(lambda: sum(task.done() for task in tasks) == 4)
+        cluster.decodes[0].hold = False
+        answers = await asyncio.gather(*tasks)
         assert sorted(status for status, _ in answers) == [200, 200, *[429] * 4]
         assert not cluster.router.dispatcher.in_flight
         error = await cluster.refusal("completions", {"prompt": [[5] * 4000] * 2, "max_tokens": 1})
@@ -708,10 +711,10 @@ def test_a_large_body_does_not_hold_up_the_others(what: str) -> None:
 
     async def test(cluster: ScriptedCluster) -> None:
         async def longest_pause_s() -> float:
-            worst, last = 0.0, time.perf_counter()
+            worst, last = 0.0, time.process_time()  # of this process alone: others may have the processor meanwhile
             while not answer.done():
                 await asyncio.sleep(0.001)
-                worst, last = max(worst, time.perf_counter() - last), time.perf_counter()
+                worst, last = max(worst, time.process_time() - last), time.process_time()
             return worst
 
         async def post() -> int:

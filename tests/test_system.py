@@ -20,7 +20,7 @@ import pytest
 
 from decode.sampling import MOST_TOPS
 from tests import golden
-from tests.system import ROOT, TINY, Reply, Server, complete, running
+from tests.system import ROOT, TINY, Reply, Server, complete, running, wait_for
 
 CHUNKS = (1, 7, 64, 256)
 VOCAB = 320
@@ -61,7 +61,7 @@ def test_golden_prompts_together_at_every_chunk_size(case: str, chunk: int) -> N
         names = [name for name, each in golden.case(case).prompts.items() if chunk > 1 or len(each["ids"]) <= 300]
         for name, reply in zip(names, server.complete_all([greedy(case, name) for name in names]), strict=True):
             check_golden(case, name, reply)
-        server.wait_idle(2)
+        server.wait_idle()
 
 
 @pytest.mark.parametrize("case", golden.CASES)
@@ -175,7 +175,7 @@ def test_two_hundred_mixed_requests_equal_their_solo_output() -> None:
     with running(prefill=2, decode=2) as server:
         solo = [texts(server.complete(**spec), spec) for spec in specs]
         survivors = mixed_load(server, specs, repeats=4, dropped=0.2)
-        server.wait_idle(2)
+        server.wait_idle()
         assert len(survivors) > 120
         assert server.total("requests_dropped_total") > 15, "too few clients left before their answer was whole"
         for index, reply in survivors:
@@ -202,8 +202,8 @@ def test_a_decode_pool_that_is_too_small_gives_the_same_texts() -> None:
         assert server.total("retractions_total") == 0
     with running(prefill_args="--page-tokens 128", decode_args="--page-tokens 128 --num-pages 14") as server:
         narrow = [texts(reply, spec) for reply, spec in zip(server.complete_all(specs), specs, strict=True)]
-        assert server.total("retractions_total") > 0
-        server.wait_idle(2)
+        wait_for(lambda: server.total("retractions_total") > 0, "a retraction")
+        server.wait_idle()
     assert narrow == wide
 
 
@@ -230,10 +230,10 @@ def test_a_worker_killed_under_load_loses_nothing(victim: str, stops_after_s: fl
         replies = server.run(work)
         for reply, spec, expected in zip(replies, specs, solo, strict=True):
             assert texts(reply, spec) == expected
-        assert server.total("workers_lost_total") == 1
+        assert server.total("workers_lost_total") >= 1, "a healthy one that a busy machine starves is counted too"
         assert server.total("retries_total") > 0, "nothing was in flight on the worker that died"
-        server.wait_idle(2)
-        assert server.get("/health")[0] == 200
+        server.wait_idle()
+        wait_for(lambda: server.get("/health")[0] == 200, "health")
 
 
 def test_a_bf16_cache_serves_the_golden_tokens() -> None:

@@ -65,8 +65,10 @@ from kvtransfer.transports.memory import CpuMemory, Task
 from kvtransfer.transports.outbound import CHUNK_BYTES, RETEST_S, _send_frames
 from kvtransfer.transports.packer import DIRECT_BYTES
 from scripts.bench_kvtransfer import BenchConfig, Source, run
+from tests.ports import own_port
 from tests.transfer_rig import (
     LAYOUT,
+    PATIENCE_S,
     Faultless,
     Place,
     Proxy,
@@ -80,7 +82,6 @@ from tests.transfer_rig import (
     named_spans,
     of_type,
     place_table,
-    refused,
     rigged_transport,
     small_arena,
     sums_by_hand,
@@ -307,7 +308,7 @@ def test_the_descriptor_is_readable_exactly_while_there_are_events(opener: Opene
     receiver.expect(KEY, 1, [1])
     assert not select.select([receiver.fileno()], [], [], 0)[0]
     sender.write(receiver.address(), KEY, table([page_span(1, 1)]))
-    assert select.select([receiver.fileno()], [], [], 5)[0]
+    assert select.select([receiver.fileno()], [], [], PATIENCE_S)[0]
     assert len(receiver.poll()) == 1
     assert not select.select([receiver.fileno()], [], [], 0)[0]
     assert receiver.poll() == []
@@ -327,7 +328,7 @@ def test_close_ends_the_thread_and_frees_the_port(opener: Opener) -> None:
             return False
         return True
 
-    assert wait(free, 2)
+    assert wait(free)
 
 
 def test_a_port_that_cannot_be_had_is_said() -> None:
@@ -459,7 +460,7 @@ def test_a_hello_that_lies_about_its_memory_gets_the_slow_path(context: zmq.Cont
     for pid, fd in ((os.getpid(), 0), (os.getpid(), 9999), (2**31 - 1, 3), (os.getpid(), plain), (1, 1), (os.getpid(), reader)):
         rows = {"page": (2, 100), "slot": (2, 100)}
         peer.socket.send(pack_hello(Hello(pid, fd, 400, b"n" * 16, rows)))
-        assert peer.socket.poll(5000)
+        assert peer.socket.poll(1000 * PATIENCE_S)
         welcome = unpack_welcome(peer.socket.recv())
         assert welcome.path == "zeromq" and welcome.reason
         assert not fd or "in one PID namespace of one host, or with --transport zeromq" in welcome.reason
@@ -528,10 +529,13 @@ def test_fuzz_of_the_bulk_port(zeromq_opener: Opener, context: zmq.Context[Any])
     fuzz()
     receiver.expect((8, 0), 4, [9])
     sender.write(receiver.address(), (8, 0), table([page_span(1, 9)]))
-    collect(receiver, lambda events: landed_places(events, (8, 0)), timeout_s=20)
+    collect(receiver, lambda events: landed_places(events, (8, 0)))
     assert resident_bytes() - before < 30 << 20
-    counters = receiver.counters()  # what repeats the number of a chunk that landed by chance is dropped as well
-    assert counters["bad_frames"] + counters["repeated_frames"] > sent / 2
+
+    def dropped() -> int:  # what repeats the number of a chunk that landed by chance is dropped as well
+        return receiver.counters()["bad_frames"] + receiver.counters()["repeated_frames"]
+
+    assert wait(lambda: dropped() > sent / 2)
     before_pages[5], before_pages[9], before_slots[3] = target.pages[5], source.pages[1], target.slots[3]
     assert torch.equal(target.pages, before_pages)
     assert torch.equal(target.slots, before_slots)
@@ -541,7 +545,7 @@ def test_junk_on_a_sending_connection_is_counted_and_changes_nothing(zeromq_open
     """A receiver that answers nonsense."""
     sender, peer = zeromq_opener(small_arena()), RawReceiver(context)
     sender.write(peer.address, KEY, table([page_span(1, 1)]))
-    assert peer.socket.poll(5000)
+    assert peer.socket.poll(1000 * PATIENCE_S)
     identity, _ = peer.socket.recv_multipart()
     for junk in (b"", b"x", os.urandom(100), pack_ack(Ack(77, LANDED)), pack_ack(Ack(1, LANDED))[:-1], b"pdW2\x09"):
         peer.socket.send_multipart([identity, junk])
@@ -555,7 +559,7 @@ def test_junk_on_a_sending_connection_is_counted_and_changes_nothing(zeromq_open
 def zmtp(address: str) -> socket.socket:
     """A TCP connection that has done ZeroMQ's greeting as a DEALER socket."""
     host, port = address.removeprefix("tcp://").split(":")
-    raw = socket.create_connection((host, int(port)), timeout=5)
+    raw = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
     ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     raw.sendall(
         b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32) + b"\x04" + bytes([len(ready)]) + ready
@@ -797,7 +801,7 @@ def test_nothing_lands_after_drained(zeromq_opener: Opener, context: zmq.Context
     finally:
         stop.set()
         thread.join()
-    assert receiver.counters()["late_frames"] > 0
+    assert wait(lambda: receiver.counters()["late_frames"] > 0)
 
 
 def test_a_replayed_frame_is_dropped_while_the_window_is_open_and_after(
@@ -907,7 +911,7 @@ def test_the_arena_is_not_read_after_drained(zeromq_opener: Opener, context: zmq
 def test_a_peer_that_is_gone_after_a_cancel_gives_the_memory_back(
     zeromq_opener: Opener, context: zmq.Context[Any], dead: bool
 ) -> None:
-    sender, peer = zeromq_opener(small_arena(), stall_s=0.5), RawReceiver(context)
+    sender, peer = zeromq_opener(small_arena(), stall_s=2.0), RawReceiver(context)
     sender.write(peer.address, KEY, table([page_span(1, 1)]))
     peer.take()
     sender.cancel(KEY)
@@ -915,7 +919,7 @@ def test_a_peer_that_is_gone_after_a_cancel_gives_the_memory_back(
     assert sender.poll() == [], "the bytes are under way, and not acknowledged"
     if dead:
         peer.socket.close()
-    assert collect(sender, len, timeout_s=5) == [Drained(KEY)]
+    assert collect(sender, len) == [Drained(KEY)]
 
 
 @pytest.mark.parametrize("end", ["lost", "cancelled"])
@@ -959,7 +963,7 @@ def test_a_peer_that_does_not_drain_costs_bounded_memory_and_no_time(zeromq_open
     begin_s = time.monotonic()
     for _ in range(400):
         sender.write(peer.address, KEY, table([big_span(1, 1)]))
-    assert time.monotonic() - begin_s < 0.5
+    assert time.monotonic() - begin_s < 10
     got = len(peer.next()[0].spans)
     time.sleep(0.5)
     assert resident_bytes() - before < 80 << 20  # of 400
@@ -975,7 +979,7 @@ def test_a_slow_peer_does_not_stall_another(zeromq_opener: Opener, context: zmq.
     receiver.expect((8, 0), 1, list(range(1, 21)))
     for page in range(1, 21):
         sender.write(receiver.address(), (8, 0), table([big_span(1, page)]))
-    collect(receiver, lambda events: len(landed_places(events, (8, 0))) == 20, timeout_s=5)
+    collect(receiver, lambda events: len(landed_places(events, (8, 0))) == 20)
     assert KEY not in {event.key for event in sender.poll()}
 
 
@@ -1004,18 +1008,15 @@ def test_an_impossible_address_is_lost_at_once(opener: Opener) -> None:
 def test_an_unreachable_peer_is_lost_after_the_stall_time_and_a_later_write_connects_afresh(
     zeromq_opener: Opener, context: zmq.Context[Any]
 ) -> None:
-    sender, source = zeromq_opener(small_arena(seed=1), stall_s=0.3), small_arena(seed=1)
-    peer = RawReceiver(context)
-    address = peer.address
-    peer.socket.close()
-    assert wait(lambda: refused(address))
+    sender, source = zeromq_opener(small_arena(seed=1), stall_s=1.5), small_arena(seed=1)
+    address = f"tcp://127.0.0.1:{own_port()}"
     begin_s = time.monotonic()
     sender.write(address, KEY, table([page_span(1, 1)]))
     sender.write(address, (8, 0), table([page_span(1, 1)]))
-    events = collect(sender, lambda events: len(events) == 2, timeout_s=5)
-    assert 0.3 < time.monotonic() - begin_s < 2
+    events = collect(sender, lambda events: len(events) == 2)
+    assert 1.5 < time.monotonic() - begin_s < 15
     assert {(type(event), event.key) for event in events} == {(Lost, KEY), (Lost, (8, 0))}
-    assert "took nothing for 0." in of_type(events, Lost)[0].reason
+    assert re.search(r" took nothing for \d+\.\d s$", of_type(events, Lost)[0].reason)
     assert sender.links() == {}
     peer = RawReceiver(context, address)  # it is back
     sender.write(address, (9, 0), table([page_span(2, 1)]))
@@ -1101,7 +1102,7 @@ sys.stdin.read()
 
 
 def test_a_peer_killed_in_the_middle_is_lost_and_others_go_on(zeromq_opener: Opener) -> None:
-    sender, receiver = zeromq_opener(big_arena(), stall_s=0.5), zeromq_opener(big_arena())
+    sender, receiver = zeromq_opener(big_arena(), stall_s=3.0), zeromq_opener(big_arena())
     command = [sys.executable, "-c", VICTIM]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as victim:
         assert victim.stdout is not None
@@ -1112,7 +1113,7 @@ def test_a_peer_killed_in_the_middle_is_lost_and_others_go_on(zeromq_opener: Ope
     receiver.expect((8, 0), 1, [2])
     sender.write(receiver.address(), (8, 0), table([big_span(1, 2)]))
     collect(receiver, len)
-    events = collect(sender, lambda events: of_type(events, Lost), timeout_s=5)
+    events = collect(sender, lambda events: of_type(events, Lost))
     assert [event.key for event in of_type(events, Lost)] == [KEY]
     assert (8, 0) in [event.key for event in of_type(events, Wrote)]
 
@@ -1223,7 +1224,7 @@ def arena_owner() -> Iterator[Hello]:
 
 def greet(peer: RawSender, hello: Hello) -> Welcome:
     peer.socket.send(pack_hello(hello))
-    assert peer.socket.poll(5000)
+    assert peer.socket.poll(1000 * PATIENCE_S)
     return unpack_welcome(peer.socket.recv())
 
 
@@ -1242,7 +1243,7 @@ def test_the_arena_of_a_process_that_is_gone_is_let_go_and_that_of_a_living_one_
             assert maps(dying.memory_name, receiver)
             inode = os.stat(f"/proc/{dying.pid}/fd/{dying.fd}").st_ino
             assert f" {inode} " in Path("/proc/self/maps").read_text()
-        assert wait(lambda: not maps(dying.memory_name, receiver), 3), "it would keep its gigabytes for ever"
+        assert wait(lambda: not maps(dying.memory_name, receiver)), "it would keep its gigabytes for ever"
         assert maps(living.memory_name, receiver)
         assert f" {inode} " not in Path("/proc/self/maps").read_text()
     receiver.close()
@@ -1274,7 +1275,7 @@ def test_an_engine_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -
     transport._process.send_signal(signal.SIGSTOP)
     begin_s = time.monotonic()
     transport.close()
-    assert time.monotonic() - begin_s < 3
+    assert time.monotonic() - begin_s < PATIENCE_S
     assert transport._process.returncode == -signal.SIGKILL
 
 
@@ -1334,7 +1335,7 @@ def test_no_chunk_has_more_frames_than_it_may(zeromq_opener: Opener) -> None:
 def test_a_peer_that_answers_at_length_is_cut_off(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
     sender, peer = zeromq_opener(small_arena()), RawReceiver(context)
     sender.write(peer.address, KEY, table([page_span(1, 1)]))
-    assert peer.socket.poll(5000)
+    assert peer.socket.poll(1000 * PATIENCE_S)
     identity, _ = peer.socket.recv_multipart()
     peer.socket.send_multipart([identity, bytes(1 << 20)])
     chunk, _ = peer.next()  # it is greeted afresh
@@ -1369,7 +1370,7 @@ def test_an_engine_that_dies_is_the_end_of_its_owner() -> None:
     assert transport._process is not None
     transport._process.kill()
     with pytest.raises(RuntimeError, match="has died"):
-        wait(transport.poll, 5)
+        wait(transport.poll)
     transport.close()
 
 
@@ -1378,7 +1379,7 @@ def test_an_engine_ends_with_its_owner() -> None:
     process = transport._process
     assert process is not None
     transport._channel.close()  # as the kernel does for a process that was killed
-    assert process.wait(5) == 0
+    assert process.wait(PATIENCE_S) == 0
 
 
 def test_the_largest_write_and_many_of_them_fit_the_channel(zeromq_opener: Opener) -> None:
@@ -1394,13 +1395,13 @@ def test_the_largest_write_and_many_of_them_fit_the_channel(zeromq_opener: Opene
     assert [event.num_spans for event in of_type(collect(sender, lambda e: len(e) == 2), Wrote)] == [MAX_SPANS] * 2
 
 
-@pytest.mark.parametrize("seconds", [0.3, 2.0])
+@pytest.mark.parametrize("seconds", [2.0, 4.0])
 def test_a_link_that_stalls_longer_than_it_may_loses_what_waited_and_serves_again(
     zeromq_opener: Opener, seconds: float
 ) -> None:
     """The same at 60 s by default settings: what counts is that the stall is longer than `stall_s`."""
     source, target = small_arena(seed=1), small_arena(seed=2)
-    sender, receiver = zeromq_opener(source, stall_s=seconds / 3), zeromq_opener(target)
+    sender, receiver = zeromq_opener(source, stall_s=1.5), zeromq_opener(target)
     proxy = Proxy(receiver.address())
     receiver.expect(KEY, 3, [5, 6])
     sender.write(proxy.address, KEY, table([page_span(1, 5)]))
@@ -1417,7 +1418,7 @@ def test_a_link_that_stalls_longer_than_it_may_loses_what_waited_and_serves_agai
     receiver.expect((7, 1), 3, [6])
     sender.write(proxy.address, (7, 1), table([page_span(2, 6)]))
     collect(receiver, lambda events: landed_places(events, (7, 1)))
-    assert time.monotonic() - healed_s < 5
+    assert time.monotonic() - healed_s < PATIENCE_S
     assert torch.equal(target.pages[6], source.pages[2])
     proxy.close()
 
@@ -1482,13 +1483,13 @@ def test_control_round_trips_come_back_to_the_host_that_is_advertised(context: z
     source._there = there.address
     pinger = threading.Thread(target=source.round_trips, args=[stop])
     pinger.start()
-    assert there.wait(5)
+    assert there.wait(PATIENCE_S)
     stop.set()
-    (offer,) = there.drain()
+    offer = next(there.drain())  # it asks again when nobody answers for long
     assert offer.prefill_inbox.startswith("tcp://localhost:")
     outbox = Outbox(context)
     outbox.send(offer.prefill_inbox.replace("localhost", "127.0.0.3"), Abort(1, 0))
-    pinger.join(4)
+    pinger.join(4)  # less than it would wait for an answer
     assert not pinger.is_alive(), "it listens where it was told to"
     outbox.close()
     there.close()

@@ -83,7 +83,7 @@ class Bulk:
         return self._descriptor
 
 
-def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work() -> None:
+def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
     context: zmq.Context[Any] = zmq.Context()
     router = Inbox(context)
     config = WorkerConfig(model="m", router=router.address, page_tokens=8)
@@ -92,7 +92,8 @@ def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work()
     live = [(1, 0)]
     presence.join({"page_tokens": 8}, Model(), 7, lambda: dict(counts), lambda: live, Bulk())
     counts["queued"] = 1
-    presence.stepped(500, time.monotonic() - 0.25, time.monotonic())
+    now_s = time.monotonic()
+    presence.stepped(500, now_s - 0.25, now_s)
     stepped = published(router, queued=1)
     assert stepped.load["tokens_per_s"] == pytest.approx(2000, rel=0.1)
     assert (unpack_keys(stepped.live), stepped.turn) == ([(1, 0)], 2)
@@ -100,7 +101,7 @@ def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work()
     live.append((2**62, 3))
     start_s = time.monotonic()
     presence.wait(idle=True)
-    assert 0.5 < time.monotonic() - start_s < 3, "an idle loop looks up once a second"
+    assert 0.5 < time.monotonic() - start_s < 10, "an idle loop looks up once a second"
     status = published(router, queued=2)
     assert (status.role, status.name, status.state, status.inbox) == (
         "prefill", presence.name, "serving", presence.inbox.address
@@ -111,10 +112,11 @@ def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work()
     counters, gauges, _ = status.metrics
     assert (counters["bad_frames"], counters["late_frames"], counters["steps"], gauges["queued"]) == (2, 5, 1, 2)
     outbox = Outbox(context)
+    monkeypatch.setattr("wire.worker.IDLE_WAIT_MS", 120_000)
     start_s = time.monotonic()
     outbox.send(presence.inbox.address, status)
     presence.wait(idle=True)
-    assert time.monotonic() - start_s < 0.5, "a message wakes it"
+    assert time.monotonic() - start_s < 60, "a message wakes it"
     presence.leave()
     outbox.close()
     router.close()
@@ -122,7 +124,7 @@ def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work()
 
 
 def published(router: Inbox, queued: int) -> Status:
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 30
     while time.monotonic() < end_s:
         router.wait(0.1)
         for status in router.drain():

@@ -49,7 +49,7 @@ from wire.messages import (
 from wire.sockets import Inbox, Outbox
 
 GREEDY = SamplingParams(max_tokens=12, seed=1, temperature=0.0, ignore_eos=True)
-PATIENCE_S = 20.0
+PATIENCE_S = 50.0  # a machine may be busy with other things; less than requests may take
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests/data/golden/tiny-bf16"
 
@@ -120,7 +120,7 @@ class ScriptedRouter:
             "sampling": params,
             "decode_inbox": decode,
             "router_inbox": self.inbox.address,
-            "timeout_s": 60.0,
+            "timeout_s": 100.0,
         }
         message = Prefill(**{**fields, **changes})
         assert self.outbox.send(prefill, message)
@@ -188,7 +188,7 @@ class Cluster:
         try:
             if error is None:
                 inboxes = [running.address for running in self.workers if running.exit_code is None]
-                self.router.until(lambda: self.router.all_free(*inboxes), "all pages and slots back", 5.0)
+                self.router.until(lambda: self.router.all_free(*inboxes), "all pages and slots back")
         finally:
             for running in self.workers:
                 running.stop()
@@ -284,27 +284,39 @@ def test_retry_continues_the_same_text() -> None:
 
 def check_texts_of_too_many(router: ScriptedRouter, prefill: str, decode: str) -> None:
     """Eight sequences of up to 9 pages in a pool of 14: the router resubmits what comes back, and all texts are right."""
+    for attempt in range(10):  # on a busy machine one may be over before the next is there
+        if texts_of_eight(router, prefill, decode, range(8 * attempt, 8 * attempt + 8)):
+            return
+    pytest.fail("the pool was large enough: the test shows nothing")
+
+
+def texts_of_eight(router: ScriptedRouter, prefill: str, decode: str, salts: range) -> int:
+    """How many came back. As a router does, it takes one word on each attempt: prefill may find the window closed, and say so,
+    before or after decode has said why."""
     params = replace(GREEDY, max_tokens=24)
-    texts: dict[int, list[int]] = {router.ask(prefill, decode, prompt(9, n), params): [] for n in range(8)}
-    salts = dict(zip(texts, range(8), strict=True))
-    attempt, done, seen, deadline = dict.fromkeys(texts, 0), set[int](), 0, time.monotonic() + PATIENCE_S
+    salt_of = {router.ask(prefill, decode, prompt(9, salt), params): salt for salt in salts}
+    texts: dict[int, list[int]] = {rid: [] for rid in salt_of}
+    seen, retracted = len(router.failed), 0
+    attempt, done, deadline = dict.fromkeys(texts, 0), set[int](), time.monotonic() + PATIENCE_S
     while len(done) < 8:
         assert time.monotonic() < deadline, (texts, router.failed)
         router.receive()
         for failed in router.failed[seen:]:
-            assert (failed.cause, failed.retryable) == ("retracted", True)
-            rid = failed.rid
+            assert failed.retryable and (failed.cause == "retracted" or "has closed the window" in failed.reason), failed
+            rid, retracted = failed.rid, retracted + (failed.cause == "retracted")
+            if failed.attempt != attempt[rid]:
+                continue
             texts[rid] += router.ids.get((rid, attempt[rid], 0), [])
             attempt[rid] += 1
-            tokens = prompt(9, salts[rid]) + texts[rid]
+            tokens = prompt(9, salt_of[rid]) + texts[rid]
             router.ask(prefill, decode, tokens, params, rid=rid, attempt=attempt[rid], prompt_tokens=9)
         seen = len(router.failed)
         for rid in [rid for rid in texts if rid not in done and (rid, attempt[rid], 0) in router.finished]:
             texts[rid] += router.ids[rid, attempt[rid], 0]
             done.add(rid)
-    assert seen, "the pool was large enough: the test shows nothing"
-    for rid, salt in salts.items():
+    for rid, salt in salt_of.items():
         assert texts[rid] == expected_text(prompt(9, salt), 24, stop=())
+    return retracted
 
 
 def test_retraction_gives_back_what_does_not_fit_and_the_text_is_the_same() -> None:
@@ -355,7 +367,7 @@ def test_what_can_never_work_is_refused_at_once_with_advice() -> None:
         for tokens, params, changes, words in cases:
             before = len(router.failed)
             rid = router.ask(prefill.address, decode.address, tokens, params, **changes)
-            router.until(lambda before=before: len(router.failed) > before, words, 2.0)  # type: ignore[misc]
+            router.until(lambda before=before: len(router.failed) > before, words)  # type: ignore[misc]
             failed = router.failed[-1]
             assert (failed.rid, failed.cause, failed.retryable, failed.sample) == (rid, "refused", False, ALL_SAMPLES)
             assert words in failed.reason, failed.reason
@@ -385,28 +397,36 @@ def test_a_step_that_raises_ends_its_requests_and_nothing_else() -> None:
             assert (failed.cause, failed.retryable) == ("internal", True) and "told to fail" in failed.reason
             good = router.ask(prefill.address, decode.address, prompt(9), GREEDY)
             router.until(lambda good=good: (good, 0, 0) in router.finished, "the next one")  # type: ignore[misc]
-        router.until(lambda: router.counter(decode.address, "step_failures") == 1, "the counter")
-        assert router.counter(prefill.address, "step_failures") == 1
+        for running in (prefill, decode):
+            router.until(lambda running=running: router.counter(running.address, "step_failures") == 1, "the counter")  # type: ignore[misc]
+
+
+def check_a_row_of_nan(router: ScriptedRouter, prefill: str, decode: str, healthy: str) -> None:
+    """Three samples, which take their slots at once, one of them on a slot that is poisoned; `healthy` has none."""
+    params, before = replace(GREEDY, temperature=1.0, max_tokens=30), len(router.failed)
+    sick, whole = (router.ask(prefill, each, prompt(9), params, samples=(0, 1, 2)) for each in (decode, healthy))
+    router.until(lambda: sum(key[0] in (sick, whole) for key in router.finished) == 5, "five texts")
+    router.until(lambda: len(router.failed) > before, "the failure")
+    (failed,) = router.failed[before:]
+    assert "not usable" in failed.reason and (failed.rid, failed.cause, failed.retryable) == (sick, "internal", False)
+    assert len({tuple(router.ids[whole, 0, sample]) for sample in range(3)}) == 3
+    for sample in {0, 1, 2} - {failed.sample}:
+        assert router.ids[sick, 0, sample] == router.ids[whole, 0, sample]
 
 
 def test_a_row_of_nan_fails_alone() -> None:
     with Cluster() as cluster:
-        router, runner = cluster.router, FakeRunner()
-        prefill, decode = cluster.prefill(), cluster.decode(runner)
-        runner.nan_slots = {2}  # the second sequence's
-        rids = [router.ask(prefill.address, decode.address, prompt(9, n), replace(GREEDY, max_tokens=30)) for n in range(3)]
-        router.until(lambda: len(router.finished) == 2 and len(router.failed) == 1, "two texts and a failure")
-        assert "not usable" in router.failed[0].reason and router.failed[0].cause == "internal"
-        for n, rid in enumerate(rids):
-            if rid != router.failed[0].rid:
-                assert router.ids[rid, 0, 0] == expected_text(prompt(9, n), 30, stop=())
+        runner = FakeRunner()
+        prefill, decode, healthy = cluster.prefill(), cluster.decode(runner), cluster.decode()
+        runner.nan_slots = {2}
+        check_a_row_of_nan(cluster.router, prefill.address, decode.address, healthy.address)
 
 
 def test_abort_in_every_state_gives_everything_back() -> None:
     with Cluster() as cluster:
         router = cluster.router
         prefill = cluster.prefill(FakeRunner(num_pages=40, num_slots=4))
-        decode = cluster.decode(FakeRunner(num_pages=60, num_slots=6))
+        decode = cluster.decode(FakeRunner(num_pages=170, num_slots=6))  # nothing is retracted, however late the aborts are
         params = replace(GREEDY, max_tokens=60)
         for round_number in range(12):
             rids = [
@@ -419,7 +439,7 @@ def test_abort_in_every_state_gives_everything_back() -> None:
             survivor = (rids[5], 0, 0)
             router.until(lambda survivor=survivor: survivor in router.finished, "the sample that was not aborted")  # type: ignore[misc]
             assert router.ids[survivor] == expected_text(prompt(65, 5), 60, stop=())
-            router.until(lambda: router.all_free(prefill.address, decode.address), "everything back", 5.0)
+            router.until(lambda: router.all_free(prefill.address, decode.address), "everything back")
 
 
 def test_prefill_lets_go_at_once_of_what_decode_was_told_to_forget() -> None:
@@ -430,8 +450,8 @@ def test_prefill_lets_go_at_once_of_what_decode_was_told_to_forget() -> None:
         router.until(lambda: router.counter(decode.address, "stale_aborts") == 3, "the aborts")
         for rid in range(1, 4):
             router.ask(prefill.address, decode.address, prompt(30), GREEDY, rid=rid)
-        router.until(lambda: router.counter(decode.address, "stale_offers") == 3, "the offers")
-        router.until(lambda: router.all_free(prefill.address, decode.address), "everything back", 2.0)
+        router.until(lambda: router.counter(decode.address, "stale_offers") >= 3, "the offers")  # an offer may be repeated
+        router.until(lambda: router.all_free(prefill.address, decode.address), "everything back")
         assert not router.failed
 
 
@@ -441,7 +461,7 @@ def test_prompts_for_a_decode_that_never_grants_do_not_starve_the_others() -> No
         decode, full = cluster.decode(), Inbox(cluster.context)
         stuck = [router.ask(prefill.address, full.address, prompt(30, n), GREEDY) for n in range(20)]
         good = [router.ask(prefill.address, decode.address, prompt(30, n), GREEDY) for n in range(20)]
-        router.until(lambda: len(router.finished) == 20, "the texts of the other", 5.0)
+        router.until(lambda: len(router.finished) == 20, "the texts of the other")
         assert {key[0] for key in router.finished} == set(good) and not router.failed
         for rid in stuck:
             router.outbox.send(prefill.address, Abort(rid, 0))
@@ -458,16 +478,16 @@ def test_workers_keep_saying_what_they_hold() -> None:
             return status is not None and unpack_keys(status.live) == [(rid, 0) for rid in rids]
 
         rid = router.ask(prefill.address, full.address, prompt(30), GREEDY)
-        router.until(lambda: holds(prefill, rid), "prefill's word", 3.0)
-        assert full.wait(1.0)
-        [offer] = list(full.drain())
+        router.until(lambda: holds(prefill, rid), "prefill's word")
+        assert full.wait(PATIENCE_S)
+        offer = next(full.drain())
         router.outbox.send(decode.address, replace(offer, prefill_inbox=full.address))  # its Grant goes nowhere
-        router.until(lambda: holds(decode, rid), "decode's word", 3.0)
+        router.until(lambda: holds(decode, rid), "decode's word")
         turn = router.status[decode.address].turn
-        router.until(lambda: router.status[decode.address].turn > turn and holds(decode, rid), "the next turn", 3.0)
+        router.until(lambda: router.status[decode.address].turn > turn and holds(decode, rid), "the next turn")
         for worker in (prefill, decode):
             router.outbox.send(worker.address, Abort(rid, 0))
-        router.until(lambda: holds(prefill) and holds(decode), "that it is over", 3.0)
+        router.until(lambda: holds(prefill) and holds(decode), "that it is over")
         full.close()
 
 
@@ -520,7 +540,7 @@ def test_a_lost_message_costs_seconds_and_no_request(lost: type, monkeypatch: py
         router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
         with LossyLink(decode.address, lost) as link:
             rid = router.ask(prefill.address, link.address, prompt(30), GREEDY)
-            router.until(lambda: (rid, 0, 0) in router.finished, "the text", 5.0)
+            router.until(lambda: (rid, 0, 0) in router.finished, "the text")
         assert router.ids[rid, 0, 0] == expected_text(prompt(30), 12, stop=())
         assert link.lost == 1 and not router.failed
 
@@ -536,7 +556,7 @@ def test_a_lost_abort_costs_seconds_of_decodes_pages(monkeypatch: pytest.MonkeyP
             router.ask(prefill.address, link.address, prompt(30), GREEDY)
             router.until(lambda: len(router.failed) == 1, "the failure")
             router.until(lambda: router.counter(decode.address, "offers") == 1, "the offer")
-            router.until(lambda: router.all_free(prefill.address, decode.address), "everything back", 3.0)
+            router.until(lambda: router.all_free(prefill.address, decode.address), "everything back")
             assert link.lost == 1
 
 
@@ -557,11 +577,12 @@ def test_deadline_fails_the_request_wherever_it_is() -> None:
         deaf = Inbox(router.context)  # a decode worker that never grants
         waiting = router.ask(prefill.address, deaf.address, prompt(30), GREEDY, timeout_s=0.3)
         running = router.ask(prefill.address, decode.address, prompt(5), replace(GREEDY, max_tokens=4000), timeout_s=0.3)
-        router.until(lambda: len(router.failed) == 2, "two timeouts", 3.0)
-        assert {f.rid for f in router.failed} == {waiting, running}
+        router.until(lambda: {f.rid for f in router.failed} == {waiting, running}, "two timeouts")  # by either worker, or both
         assert {f.cause for f in router.failed} == {"timeout"}
-        kinds = [type(message) for message in deaf.drain()]
-        assert kinds == [Offer, Abort]
+        said: list[Any] = []
+        while len(said) < 2 and deaf.wait(PATIENCE_S):
+            said += deaf.drain()
+        assert [type(message) for message in said] == [Offer, Abort]
         deaf.close()
 
 
@@ -576,7 +597,7 @@ def test_duplicates_and_late_messages_are_ignored() -> None:
             router.outbox.send(decode.address, stale)
             router.outbox.send(prefill.address, stale)
         router.until(lambda: router.counter(prefill.address, "duplicates") == 2, "the counter")
-        router.until(lambda: router.counter(decode.address, "stale_readies") == 2, "ours and prefill's last word")
+        router.until(lambda: router.counter(decode.address, "stale_readies") >= 2, "ours and prefill's last word")
         assert router.ids[rid, 0, 0] == expected_text(prompt(9), 12, stop=())
         assert not router.failed
 
@@ -590,21 +611,24 @@ def test_junk_in_the_inbox_is_counted_and_service_goes_on() -> None:
             for frame in (b"", b"\x00", b"\x80\x04pickle", os.urandom(300), pack_ids(range(100))):
                 raw.send(frame)
             raw.send_multipart([b"two", b"frames"])
-            raw.close(linger=500)
+            raw.close(linger=10_000)
             router.until(lambda running=running: router.counter(running.address, "bad_frames") == 6, "the counter")  # type: ignore[misc]
         rid = router.ask(prefill.address, decode.address, prompt(9), GREEDY)
         router.until(lambda: (rid, 0, 0) in router.finished, "a text after the junk")
 
 
-def test_short_prompt_behind_long_ones_is_served_first() -> None:
+def test_short_prompt_behind_long_ones_is_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with Cluster() as cluster:
-        router, runner = cluster.router, FakeRunner(num_pages=800, num_slots=16)
+        router, runner = cluster.router, FakeRunner(num_pages=1100, num_slots=16)
         prefill = cluster.prefill(runner, step_tokens=64, chunk_tokens=32)
+        scheduler: Any = prefill.worker.scheduler
+        next_chunks, metrics = scheduler.next_chunks, prefill.worker.metrics
+        monkeypatch.setattr(scheduler, "next_chunks", lambda: next_chunks() if metrics.count("prompts") == 3 else [])
         decode = cluster.decode(FakeRunner(num_pages=1000, num_slots=16))
         long = [router.ask(prefill.address, decode.address, prompt(1000, n), replace(GREEDY, max_tokens=1)) for n in range(2)]
         short = router.ask(prefill.address, decode.address, prompt(9), replace(GREEDY, max_tokens=1))
         router.until(lambda: len(router.finished) == 3, "three texts")
-        assert next(iter(router.finished)) == (short, 0, 0)
+        assert len(runner.steps[0]) == 3 and 8 in runner.steps[0], "the first step is of all three, and all of the short one"
         assert {key[0] for key in router.finished} == {short, *long}
         assert max(sum(step) for step in runner.steps) <= 64
         assert max(count for step in runner.steps for count in step) <= 32
@@ -620,6 +644,7 @@ def test_prompt_logits_that_are_not_numbers_fail_the_request() -> None:
         runner.nan_slots = set()
         other = router.ask(prefill.address, decode.address, prompt(9), replace(GREEDY, prompt_logprobs=0))
         router.until(lambda: (other, 0, 0) in router.finished, "the next text")
+        router.until(lambda: bool(router.scores), "its scores")  # from prefill, the text is from decode
         assert "not numbers" in router.failed[0].reason and list(router.scores) == [(other, 0)]
 
 
@@ -629,9 +654,10 @@ def test_workers_without_work_sleep() -> None:
         rid = router.ask(prefill.address, decode.address, prompt(30), GREEDY)
         router.until(lambda: (rid, 0, 0) in router.finished, "a text")
         router.until(lambda: router.all_free(prefill.address, decode.address), "everything back")
-        before = (prefill.turns, decode.turns)
+        before, begin_s = (prefill.turns, decode.turns), time.monotonic()
         time.sleep(0.4)
-        assert prefill.turns - before[0] < 30 and decode.turns - before[1] < 30  # 20 by the thread's own wait
+        most = (time.monotonic() - begin_s) / 0.02 + 10  # the thread's own wait is 20 ms
+        assert prefill.turns - before[0] < most and decode.turns - before[1] < most
 
 
 def test_mixed_load_over_two_pairs_with_clients_that_leave() -> None:
@@ -654,7 +680,7 @@ def test_mixed_load_over_two_pairs_with_clients_that_leave() -> None:
                     router.outbox.send(address, Abort(rid, 0))
                 dropped.add(rid)
         wanted = {(rid, 0, i) for rid, (_, n) in asked.items() if rid not in dropped for i in range(1 + n % 3)}
-        router.until(lambda: wanted <= router.finished.keys(), "all survivors", 60.0)
+        router.until(lambda: wanted <= router.finished.keys(), "all survivors", 2 * PATIENCE_S)
         assert not router.failed
         for rid, _, sample in wanted:
             length, n = asked[rid]
@@ -665,7 +691,7 @@ def test_refused_ends_the_worker_with_code_3(capfd: pytest.CaptureFixture[str]) 
     with Cluster() as cluster:
         for running in (cluster.prefill(), cluster.decode()):
             cluster.router.outbox.send(running.address, Refused("page_tokens: 4 and 8"))
-            running.join(5.0)
+            running.join(PATIENCE_S)
             assert running.exit_code == 3
         assert capfd.readouterr().err == "refused: page_tokens: 4 and 8\n" * 2
 
@@ -708,11 +734,11 @@ def test_processes_give_the_golden_tokens_and_leave_with_gone() -> None:
         router.until(lambda: len(router.finished) == len(cases), "the golden texts", 120.0)
         for name, rid in rids.items():
             assert router.ids[rid, 0, 0] == cases[name]["tokens"], name
-        router.until(lambda: router.all_free(*inboxes), "everything back", 5.0)
+        router.until(lambda: router.all_free(*inboxes), "everything back")
         for child, number in ((prefill, signal.SIGTERM), (decode, signal.SIGINT)):
             child.send_signal(number)
-            assert child.wait(10) == 0
-        router.until(lambda: all(status.state == "gone" for status in router.status.values()), "gone", 2.0)
+            assert child.wait(PATIENCE_S) == 0
+        router.until(lambda: all(status.state == "gone" for status in router.status.values()), "gone")
     router.close()
 
 
@@ -720,7 +746,7 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_1(tmp_path: Path) -> Non
     router = ScriptedRouter()
     for role in ("prefill", "decode"):
         with process(role, router, "--model", str(tmp_path)) as child:
-            out, err = child.communicate(timeout=60)
+            out, err = child.communicate(timeout=120)
         assert (child.returncode, out) == (1, "")
         assert err.count("\n") == 1 and "config.json" in err
     router.close()
@@ -730,7 +756,7 @@ def test_a_port_that_is_taken_is_one_line_and_exit_1() -> None:
     router = ScriptedRouter()
     port = router.inbox.address.rsplit(":", 1)[1]
     with process("decode", router, "--model", str(GOLDEN / "model"), "--port", port) as child:
-        out, err = child.communicate(timeout=60)
+        out, err = child.communicate(timeout=120)
     assert (child.returncode, out) == (1, "")
     assert err.count("\n") == 1 and f"--port {port}: Address already in use" in err
     router.close()

@@ -89,7 +89,10 @@ def small_arena(num_pages: int = 32, num_slots: int = 16, seed: int = 0) -> Aren
     return arena
 
 
-def wait(condition: Callable[[], Any], timeout_s: float = 10.0) -> bool:
+PATIENCE_S = 30  # a machine may be busy with other things
+
+
+def wait(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> bool:
     """Whether `condition` became true in time."""
     end_s = time.monotonic() + timeout_s
     while not condition():
@@ -99,7 +102,7 @@ def wait(condition: Callable[[], Any], timeout_s: float = 10.0) -> bool:
     return True
 
 
-def collect(transport: Transport, enough: Callable[[list[Event]], Any], timeout_s: float = 10.0) -> list[Event]:
+def collect(transport: Transport, enough: Callable[[list[Event]], Any], timeout_s: float = PATIENCE_S) -> list[Event]:
     """What the transport reports until `enough` says so (or the time is over)."""
     events: list[Event] = []
 
@@ -152,7 +155,7 @@ class HostWork:
         return self.on_host is not None
 
     def result(self) -> bytes:
-        assert self.stream.copies_end.wait(10)
+        assert self.stream.copies_end.wait(PATIENCE_S)
         self.stream.advance()
         assert self.on_host is not None
         return self.on_host.numpy().tobytes()
@@ -285,7 +288,7 @@ class RawSender:
 
     def status(self) -> int:
         """What the receiver answers to the next chunk."""
-        assert self.socket.poll(5000)
+        assert self.socket.poll(1000 * PATIENCE_S)
         return unpack_ack(self.socket.recv()).status
 
 
@@ -308,7 +311,7 @@ class RawReceiver:
         """The next chunk that is for somebody, and no word of it."""
         assert self.chunk(None) is not None, "no chunk came"
 
-    def chunk(self, status: int | None = 0, timeout_s: float = 5.0) -> tuple[Chunk, bytes] | None:
+    def chunk(self, status: int | None = 0, timeout_s: float = PATIENCE_S) -> tuple[Chunk, bytes] | None:
         """The next chunk that is for somebody, and its bytes; it is acknowledged with `status`. None: nothing came."""
         while self.socket.poll(int(timeout_s * 1000)):
             identity, head, *frames = self.socket.recv_multipart()
