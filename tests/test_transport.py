@@ -862,26 +862,21 @@ def test_what_the_peer_does_not_take_is_lost_at_once(
 def test_the_arena_is_not_read_after_an_answer_that_comes_too_early(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
     """Of a peer that guesses the numbers of chunks, of which it has taken but a part: what it gets of them later is not what
     the next owner of those pages writes there."""
-    source, go = big_arena(40), threading.Event()
+    source = big_arena(20)
     source.pages.fill_(1)
     sender, peer = zeromq_opener(source), RawReceiver(context)
-    go.set()
-    proxy = Proxy(peer.address, lambda data: data if go.wait(30.0) else b"")
-    sender.write(proxy.address, (8, 0), table([big_span(1, 1)]))
+    sender.write(peer.address, (8, 0), table([big_span(1, 1)]))
     before, _ = peer.next()
     collect(sender, len)
-    go.clear()
-    sender.write(proxy.address, KEY, table([big_span(page, page) for page in range(1, 17)]))
+    sender.write(peer.address, KEY, table([big_span(page, page) for page in range(1, 17)]))
     assert wait(lambda: sender.counters()["chunks_sent"] == 5)
     for number in range(1, 5):
         peer.socket.send_multipart([peer.identity, pack_ack(Ack(before.number + number, LANDED))])
     time.sleep(0.2)
     assert sender.poll() == [], "libzmq still reads the pages"
-    go.set()
     came = [peer.chunk(status=None) for _ in range(4)]
     assert [type(event) for event in collect(sender, len)] == [Wrote]
     assert all(each is not None and set(each[1]) == {1} for each in came)
-    proxy.close()
 
 
 def test_the_arena_is_not_read_after_drained(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
@@ -1029,7 +1024,7 @@ def test_an_unreachable_peer_is_lost_after_the_stall_time_and_a_later_write_conn
 def test_a_chunk_that_is_never_answered_is_sent_again_though_others_are_answered(zeromq_opener: Opener) -> None:
     """Its header was changed on the way, so that the receiver cannot say a word to it."""
     source, target = big_arena(), big_arena()
-    sender, receiver = zeromq_opener(source, stall_s=1.0), zeromq_opener(target)
+    sender, receiver = zeromq_opener(source, stall_s=3.0), zeromq_opener(target)
     source.pages[1].fill_(1)
     key, broken = (123_456_789, 0), list[bytes]()
 
@@ -1043,9 +1038,9 @@ def test_a_chunk_that_is_never_answered_is_sent_again_though_others_are_answered
     proxy = Proxy(receiver.address(), tamper)
     receiver.expect(key, 1, [1])
     sender.write(proxy.address, key, table([big_span(1, 1)]))
-    events, rid = list[Event](), 100
+    events, rid, end_s = list[Event](), 100, time.monotonic() + 20.0
     while key not in [event.key for event in events]:
-        assert rid < 300, "others are served, and it hangs"
+        assert time.monotonic() < end_s, "others are served, and it hangs"
         receiver.expect((rid, 0), 1, [2])
         sender.write(proxy.address, (rid, 0), table([big_span(2, 2)]))
         events += collect(sender, len)
