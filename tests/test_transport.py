@@ -714,6 +714,35 @@ def test_every_frame_of_a_chunk_is_ours_until_libzmq_is_done_with_it() -> None:
     context.destroy(linger=0)
 
 
+_CLOSING = """
+import random, socket, threading, time, zmq
+from kvtransfer.transports.outbound import Lane, close_lane
+context, listener, data = zmq.Context(), socket.create_server(("127.0.0.1", 0)), bytes(8 << 20)
+greeting = b"\\xff" + bytes(8) + b"\\x7f\\3\\0" + b"NULL".ljust(20, b"\\0") + bytes(32)
+for _ in range(300):
+    dealer = context.socket(zmq.DEALER)
+    monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    dealer.connect("tcp://127.0.0.1:%d" % listener.getsockname()[1])
+    dealer.send_multipart([b"header", data, data, b"end"], copy=False)
+    peer, _ = listener.accept()
+    peer.sendall(greeting + b"\\4\\x1c\\5READY\\x0bSocket-Type\\0\\0\\0\\6ROUTER")
+    peer.recv(200_000)
+    time.sleep(0.003)
+    early_s = random.uniform(-1e-4, 1e-4)
+    closing = threading.Timer(max(0.0, early_s), peer.close)
+    closing.start()
+    time.sleep(max(0.0, -early_s))
+    close_lane(Lane(dealer, monitor))
+    closing.join()
+print("alive")
+"""
+
+
+def test_a_peer_that_dies_while_its_connection_is_closed_does_not_take_us_along() -> None:
+    done = subprocess.run([sys.executable, "-c", _CLOSING], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "alive\n", done.stderr
+
+
 def test_a_fault_inside_the_engine_costs_one_hand_off_only(
     zeromq_opener: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -48,6 +48,7 @@ CREDIT = 4  # chunks under way on one connection: with CHUNK_BYTES, what a peer 
 PROBE_BYTES = 16 << 20
 IDLE_S = 300.0  # an unused connection is closed: decode workers come and go
 RETEST_S = 5.0  # a peer that was too slow is tested again after so long
+RECONNECT_MS = 50  # libzmq's first wait before it connects again
 COMPUTING_MS = 1  # to look again whether what is to be sent has been computed
 CLOSING_MS = 1  # and whether libzmq is done with what has been answered
 _ACKS = 64  # read in one go
@@ -263,9 +264,7 @@ class Outbound:
         for lane in peer.lanes:
             self._poller.unregister(lane.socket)
             self._poller.unregister(lane.monitor)
-            lane.socket.disable_monitor()
-            lane.monitor.close(linger=0)
-            lane.socket.close(linger=0)
+            close_lane(lane)
             for piece in lane.under_way.values():
                 if piece is not None:
                     self._jobs.send_again(piece)
@@ -403,7 +402,7 @@ class Outbound:
         socket.setsockopt(zmq.SNDHWM, 4 * CREDIT)  # never reached: credit comes first
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)  # libzmq closes the connection of a peer that announces more
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
@@ -423,6 +422,14 @@ def _send_frames(socket: zmq.Socket[bytes], header: bytes, frames: Sequence[Any]
     last = len(frames)
     socket.send(header, _MORE if last else _LAST)
     return [socket.send(frame, _MORE if i < last else _LAST, copy=False, track=True) for i, frame in enumerate(frames, 1)]
+
+
+def close_lane(lane: Lane) -> None:
+    """Whatever its peer does meanwhile. libzmq 4.3.5 ends the process when a connection breaks while its socket is being closed
+    without lingering, with a part of a message sent; when it lingers less than it takes to reconnect, nothing more is sent."""
+    lane.socket.disable_monitor()
+    lane.monitor.close(linger=0)
+    lane.socket.close(linger=RECONNECT_MS // 2)
 
 
 def _broken(lane: Lane) -> bool:
