@@ -11,7 +11,7 @@ import pytest
 from kvtransfer.pages import PagePool, SeqKV
 from kvtransfer.receiver import Arrived, Broken, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent
-from kvtransfer.transports import Drained, Freed, Key, Landed, Wrote
+from kvtransfer.transports import Drained, Freed, Key, Landed, Lost, Wrote
 from kvtransfer.transports.faults import Faults, FaultyTransport
 from kvtransfer.transports.frame import PATHS
 from tests.transfer_rig import PAGE_TOKENS, Span, collect, of_type, rigged_transport, small_arena, table, thread_transport, wait
@@ -157,6 +157,19 @@ def test_two_corrupt_writes_of_a_hand_off_do_not_cancel_out() -> None:
         assert (sums[0] - sums[1]) % (1 << 64) == 2
         into.revoke((rid, 0))
         assert collect(into, len) == [Drained((rid, 0))]
+    out.close()
+    into.close()
+
+
+def test_a_cancel_of_what_was_cut_is_answered_and_it_stays_lost() -> None:
+    out, into = FaultyTransport(thread_transport(small_arena()), Faults(cut=1)), thread_transport(small_arena())
+    span = table([Span("page", 1, 1, 0, 10)])
+    out.write(into.address(), (7, 0), span)
+    assert isinstance(collect(out, len)[0], Lost)
+    out.write(into.address(), (7, 0), span)
+    out.cancel((7, 0))
+    assert collect(out, len) == [Drained((7, 0))]
+    assert out.injected["cut"] == 1
     out.close()
     into.close()
 

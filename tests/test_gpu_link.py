@@ -22,7 +22,7 @@ from kvtransfer.layout import Field, KVLayout
 from kvtransfer.spans import NUMBER
 from kvtransfer.transports import BulkOptions, Drained, Landed, Lost, Wrote, sums
 from kvtransfer.transports.cuda import Ring
-from kvtransfer.transports.frame import LANDED, REFUSED, Ack, Chunk, pack_ack, pack_chunk
+from kvtransfer.transports.frame import LANDED, REFUSED, Ack, Chunk, Welcome, pack_ack, pack_chunk
 from kvtransfer.transports.memory import PIECE_BYTES
 from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT
 from kvtransfer.transports.seal import Seal
@@ -361,6 +361,23 @@ def test_a_peer_that_is_cut_off_in_the_middle_of_a_copy_gets_everything_once(ope
     wrote = collect(sender, lambda events: len(events) == 2)
     assert torch.equal(target.pages[1:], source.pages[1:])
     assert digest_of(wrote) == digest_of(landed)
+    proxy.close()
+
+
+def test_what_was_to_be_fetched_is_not_sent_in_one_piece(opener: Opener, context: zmq.Context[Any]) -> None:
+    """To a peer that greets again and cannot open our memory any more: no receiver takes frames of that size."""
+    source = large_arena(40, seed=1)
+    sender, peer = opener(source, path="auto"), RawReceiver(context)
+    proxy, peer.welcome = Proxy(peer.address), Welcome("cuda_ipc", "")
+    sender.write(proxy.address, KEY, table([page_span(page, page, MIB) for page in range(1, 33)]))
+    chunk = peer.chunk(status=None)
+    assert chunk is not None and len(chunk[0].spans) == 32 and not chunk[1]
+    peer.welcome = Welcome("zeromq", "no more descriptors")
+    proxy.cut()
+    sender.write(proxy.address, OTHER, table([page_span(page, page, MIB) for page in range(1, 9)]))
+    assert [len(payload) for _, payload in (peer.next(), peer.next())] == [CHUNK_BYTES, CHUNK_BYTES]
+    lost, wrote = collect(sender, lambda events: len(events) == 2)
+    assert isinstance(lost, Lost) and "changed the path" in lost.reason and wrote.key == OTHER
     proxy.close()
 
 

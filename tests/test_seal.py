@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from kvtransfer.receiver import Arrived, Receiver
 from kvtransfer.sender import Sender, SendLost, Sent
 from kvtransfer.transports import Drained, Landed, Lost, Wrote
-from kvtransfer.transports.frame import LANDED, REFUSED, BadFrame
+from kvtransfer.transports.frame import LANDED, REFUSED, BadFrame, pack_chunk
 from kvtransfer.transports.seal import TAG_BYTES, Seal, new_secret
 from kvtransfer.transports.window import Window
 from tests.transfer_rig import (
     LAYOUT,
     PAGE_TOKENS,
     Place,
+    Proxy,
     RawReceiver,
     RawSender,
     Span,
@@ -87,6 +88,21 @@ def test_nothing_leaves_in_the_clear(context: zmq.Context[Any]) -> None:
     _, payload = peer.next()
     assert len(payload) == PAGE + 40 + TAG_BYTES
     assert bytes(source.pages[1, :16].tolist()) not in payload
+    sender.close()
+
+
+def test_a_chunk_that_is_sent_again_is_the_same_bytes_again_whoever_asks(context: zmq.Context[Any]) -> None:
+    """Two tags under one nonce, of other headers, would give away the key that tags are made with."""
+    sender, peer = thread_transport(small_arena(seed=1)), RawReceiver(context)
+    meddler = Proxy(peer.address)
+    sender.write(meddler.address, KEY, table([Span("page", 1, 1, 0, PAGE)]), SECRET)
+    first = peer.chunk(status=None)
+    peer.welcome = replace(peer.welcome, device=True)
+    meddler.cut()
+    again = peer.chunk(status=None)
+    assert first is not None and again is not None
+    assert pack_chunk(first[0]) == pack_chunk(again[0]) and first[1] == again[1]
+    meddler.close()
     sender.close()
 
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -654,6 +655,29 @@ def test_when_one_thread_cannot_put_its_share_nothing_is_written_any_more(broken
     assert whole == [number for number in range(4) if number != broken], "the others' shares are complete when it is said"
 
 
+@pytest.mark.parametrize("started", [0, 1])
+def test_where_no_thread_can_be_started_nothing_is_written_behind_the_answer(
+    monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    """A share that is queued before it is found out is somebody's all the same."""
+    start, left = threading.Thread.start, [None] * started
+
+    def limited(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    memory, rows, parts = large_rows(4)
+    with ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr("kvtransfer.transports.memory._THREADS", threads)
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        memory.scatter(place_table(("page", number, 0, 4 << 20) for number in range(4)), parts).result()
+        assert np.array_equal(rows["page"], np.array(parts))
+        rows["page"].fill(0)
+    assert not rows["page"].any()
+
+
 def test_a_task_is_done_once_by_a_thread_or_by_who_waits_for_it() -> None:
     begun, go = threading.Semaphore(0), threading.Event()
 
@@ -688,6 +712,35 @@ def test_every_frame_of_a_chunk_is_ours_until_libzmq_is_done_with_it() -> None:
     lane.close(linger=0)
     assert wait(lambda: all(tracker.done for tracker in trackers))
     context.destroy(linger=0)
+
+
+_CLOSING = """
+import random, socket, threading, time, zmq
+from kvtransfer.transports.outbound import Lane, close_lane
+context, listener, data = zmq.Context(), socket.create_server(("127.0.0.1", 0)), bytes(8 << 20)
+greeting = b"\\xff" + bytes(8) + b"\\x7f\\3\\0" + b"NULL".ljust(20, b"\\0") + bytes(32)
+for _ in range(300):
+    dealer = context.socket(zmq.DEALER)
+    monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    dealer.connect("tcp://127.0.0.1:%d" % listener.getsockname()[1])
+    dealer.send_multipart([b"header", data, data, b"end"], copy=False)
+    peer, _ = listener.accept()
+    peer.sendall(greeting + b"\\4\\x1c\\5READY\\x0bSocket-Type\\0\\0\\0\\6ROUTER")
+    peer.recv(200_000)
+    time.sleep(0.003)
+    early_s = random.uniform(-1e-4, 1e-4)
+    closing = threading.Timer(max(0.0, early_s), peer.close)
+    closing.start()
+    time.sleep(max(0.0, -early_s))
+    close_lane(Lane(dealer, monitor))
+    closing.join()
+print("alive")
+"""
+
+
+def test_a_peer_that_dies_while_its_connection_is_closed_does_not_take_us_along() -> None:
+    done = subprocess.run([sys.executable, "-c", _CLOSING], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "alive\n", done.stderr
 
 
 def test_a_fault_inside_the_engine_costs_one_hand_off_only(
@@ -835,6 +888,26 @@ def test_what_the_peer_does_not_take_is_lost_at_once(
     assert word in lost.reason
 
 
+def test_the_arena_is_not_read_after_an_answer_that_comes_too_early(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
+    """Of a peer that guesses the numbers of chunks, of which it has taken but a part: what it gets of them later is not what
+    the next owner of those pages writes there."""
+    source = big_arena(20)
+    source.pages.fill_(1)
+    sender, peer = zeromq_opener(source), RawReceiver(context)
+    sender.write(peer.address, (8, 0), table([big_span(1, 1)]))
+    before, _ = peer.next()
+    collect(sender, len)
+    sender.write(peer.address, KEY, table([big_span(page, page) for page in range(1, 17)]))
+    assert wait(lambda: sender.counters()["chunks_sent"] == 5)
+    for number in range(1, 5):
+        peer.socket.send_multipart([peer.identity, pack_ack(Ack(before.number + number, LANDED))])
+    time.sleep(0.2)
+    assert sender.poll() == [], "libzmq still reads the pages"
+    came = [peer.chunk(status=None) for _ in range(4)]
+    assert [type(event) for event in collect(sender, len)] == [Wrote]
+    assert all(each is not None and set(each[1]) == {1} for each in came)
+
+
 def test_the_arena_is_not_read_after_drained(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
     source = big_arena(64)
     source.pages.fill_(1)
@@ -975,6 +1048,37 @@ def test_an_unreachable_peer_is_lost_after_the_stall_time_and_a_later_write_conn
     assert chunk.key == (9, 0)
     assert payload == bytes(source.pages[2].tolist())
     assert [type(event) for event in collect(sender, len)] == [Wrote]
+
+
+def test_a_chunk_that_is_never_answered_is_sent_again_though_others_are_answered(zeromq_opener: Opener) -> None:
+    """Its header was changed on the way, so that the receiver cannot say a word to it."""
+    source, target = big_arena(), big_arena()
+    sender, receiver = zeromq_opener(source, stall_s=3.0), zeromq_opener(target)
+    source.pages[1].fill_(1)
+    key, broken = (123_456_789, 0), list[bytes]()
+
+    def tamper(data: bytes) -> bytes:
+        at = data.find(key[0].to_bytes(8, "little"))
+        if broken or data[at - 12 : at - 8] != b"pdK2":
+            return data
+        broken.append(data)
+        return data.replace(b"pdK2", b"pdK9")
+
+    proxy = Proxy(receiver.address(), tamper)
+    receiver.expect(key, 1, [1])
+    sender.write(proxy.address, key, table([big_span(1, 1)]))
+    events, rid, end_s = list[Event](), 100, time.monotonic() + 20.0
+    while key not in [event.key for event in events]:
+        assert time.monotonic() < end_s, "others are served, and it hangs"
+        receiver.expect((rid, 0), 1, [2])
+        sender.write(proxy.address, (rid, 0), table([big_span(2, 2)]))
+        events += collect(sender, len)
+        receiver.revoke((rid, 0))
+        rid += 1
+        time.sleep(0.02)
+    assert broken and rid > 101 and not of_type(events, Lost)
+    assert torch.equal(target.pages[1], source.pages[1])
+    proxy.close()
 
 
 def test_a_connection_that_breaks_is_made_again_and_nothing_is_lost(zeromq_opener: Opener) -> None:

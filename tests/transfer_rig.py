@@ -305,6 +305,7 @@ class RawReceiver:
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode()
         self.identity = b""  # of who sent the last message
+        self.welcome = Welcome("zeromq", "a test")
 
     def take(self) -> None:
         """The next chunk that is for somebody, and no word of it."""
@@ -316,7 +317,7 @@ class RawReceiver:
             identity, head, *frames = self.socket.recv_multipart()
             self.identity = identity
             if head[:4] == b"pdH4":
-                self.socket.send_multipart([identity, pack_welcome(Welcome("zeromq", "a test"))])
+                self.socket.send_multipart([identity, pack_welcome(self.welcome)])
                 continue
             chunk = unpack_chunk(head)
             if chunk.probe or status is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from kvtransfer.digest import combine
 from kvtransfer.spans import Spans, num_bytes
+from kvtransfer.tombstones import Tombstones
 from kvtransfer.transports import Drained, Event, Key, Link, Lost, Transport, Wrote
 
 
@@ -59,11 +60,12 @@ class FaultyTransport:
         self._stalled_until_s = 0.0
         self._events: list[Event] = []
         self._corrupt: set[Key] = set()
-        self._cut: set[Key] = set()
+        self._cut: set[Key] = set()  # their Drained is asked for, and will be said to be Lost
+        self._lost = Tombstones()
         self.injected = dict.fromkeys(("drop", "delay", "corrupt", "stall", "cut"), 0)
 
     def write(self, peer: str, key: Key, spans: Spans, seal: bytes = b"") -> None:
-        if key in self._cut:
+        if key in self._cut or key in self._lost:
             return
         if self._hit("drop"):
             self._events.append(Wrote(key, len(spans), num_bytes(spans), 0))
@@ -138,5 +140,7 @@ class FaultyTransport:
                 self._corrupt.discard(event.key)
                 return replace(event, digest=combine((event.digest, 1)))
             case Drained() if event.key in self._cut:
+                self._cut.discard(event.key)
+                self._lost.add(event.key)
                 return Lost(event.key, "the connection was cut (injected)")
         return event

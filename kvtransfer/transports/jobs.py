@@ -45,10 +45,11 @@ class Piece:
     number: int
     spans: Spans
     num_bytes: int
+    sums: bool | None = None  # see `Chunk`; once it was sent
     made: Callable[[], int] = lambda: 0  # waits for the digest
     digest: int = 0
     landed: bool = False
-    trackers: list[Any] = field(default_factory=list)  # of copies, and of frames in libzmq, for connections that are gone
+    trackers: list[Any] = field(default_factory=list)  # of frames in libzmq, and of copies for connections that are gone
 
 
 class Jobs:

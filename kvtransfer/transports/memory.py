@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -52,7 +52,9 @@ class Task(Generic[T]):
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
-        self._future = _THREADS.submit(call)
+        self._future = Future[T]()
+        with suppress(RuntimeError):  # of a thread that cannot be started; another may come to it all the same
+            _THREADS.submit(self._run)
 
     def over(self) -> bool:
         return self._future.done()
@@ -60,6 +62,13 @@ class Task(Generic[T]):
     def result(self) -> T:
         """Asked for once."""
         return self._call() if self._future.cancel() else self._future.result()
+
+    def _run(self) -> None:
+        if self._future.set_running_or_notify_cancel():
+            try:
+                self._future.set_result(self._call())
+            except BaseException as error:
+                self._future.set_exception(error)
 
 
 class Copying:

@@ -3,8 +3,8 @@
 A peer is greeted when something is first written to it: HELLO, WELCOME with the path it is to be, then a test of that
 path's speed. A chunk counts against its connection's credit until it is acknowledged, so what is under way is bounded
 and our memory is known to be free again. Out of a device's memory it is copied first, while others are on the wire. When a
-connection breaks, the peer is greeted afresh and what was not acknowledged goes out again: the receiver knows each chunk by
-its number.
+connection breaks, or others have overtaken an answer that does not come, the peer is greeted afresh and what was not
+acknowledged goes out again: the receiver knows each chunk by its number.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ CREDIT = 4  # chunks under way on one connection: with CHUNK_BYTES, what a peer 
 PROBE_BYTES = 16 << 20
 IDLE_S = 300.0  # an unused connection is closed: decode workers come and go
 RETEST_S = 5.0  # a peer that was too slow is tested again after so long
+RECONNECT_MS = 50  # libzmq's first wait before it connects again
 COMPUTING_MS = 1  # to look again whether what is to be sent has been computed
+CLOSING_MS = 1  # and whether libzmq is done with what has been answered
 _ACKS = 64  # read in one go
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # as numbers: joining enums takes as long as a small send
 _REFUSALS = {
@@ -66,7 +68,7 @@ class Lane:
     monitor: zmq.Socket[bytes]
     parcels: dict[int, Parcel] = field(default_factory=dict)
     under_way: dict[int, Piece | None] = field(default_factory=dict)
-    trackers: dict[int, list[Any]] = field(default_factory=dict)
+    moved_s: float = 0.0  # when its oldest chunk was answered, or it had none
 
     @property
     def credit(self) -> int:
@@ -150,7 +152,7 @@ class Outbound:
         if open_peers:
             return 0 if any(map(self._computed, open_peers)) else COMPUTING_MS
         if self._jobs.closing:
-            return 5
+            return CLOSING_MS
         return 250 if self._jobs.peers() or any(peer.busy for peer in self._peers.values()) else 10_000
 
     def close(self) -> None:
@@ -213,6 +215,8 @@ class Outbound:
         peer.link, peer.probe_begin_s, peer.tested_s, peer.moved_s = None, time.perf_counter(), now_s, now_s
         rounds = max(1, min(PROBE_BYTES // (row_bytes * pages), CREDIT))
         data = np.zeros(row_bytes, dtype=np.uint8)
+        for lane in peer.lanes:
+            lane.moved_s = now_s
         for _ in range(rounds):
             for lane in peer.lanes:
                 chunk = Chunk((0, 0), next(self._numbers), spans, name, probe=True)
@@ -244,6 +248,8 @@ class Outbound:
             quiet_s = now_s - peer.moved_s
             if peer.busy or self._jobs.waiting(peer.address):
                 if quiet_s <= self._options.stall_s:
+                    if any(lane.under_way and now_s - lane.moved_s > self._options.stall_s for lane in peer.lanes):
+                        self._reconnect(peer, now_s)  # an answer that others have overtaken does not come any more
                     continue
                 self._drop_lanes(peer)
                 self._jobs.lose_peer(peer.address, f"{peer.address} took nothing for {quiet_s:.1f} s")
@@ -260,12 +266,9 @@ class Outbound:
         for lane in peer.lanes:
             self._poller.unregister(lane.socket)
             self._poller.unregister(lane.monitor)
-            lane.socket.disable_monitor()
-            lane.monitor.close(linger=0)
-            lane.socket.close(linger=0)
-            for number, piece in lane.under_way.items():
+            close_lane(lane)
+            for piece in lane.under_way.values():
                 if piece is not None:
-                    piece.trackers += lane.trackers[number]
                     self._jobs.send_again(piece)
             for parcel in lane.parcels.values():
                 parcel.piece.trackers.append(parcel)
@@ -292,6 +295,8 @@ class Outbound:
         if not peer.busy:
             peer.moved_s = now_s
         for lane in peer.lanes:
+            if lane.credit == CREDIT:
+                lane.moved_s = now_s
             if lane.credit > 0 and self._computed(peer):
                 piece = self._jobs.next_piece(peer.address, FETCH_BYTES.get(peer.path, CHUNK_BYTES))
                 if piece is None:
@@ -306,10 +311,14 @@ class Outbound:
                     self._parcels.append((lane, parcel))
 
     def _parcel(self, peer: Peer, piece: Piece) -> Parcel:
-        name, sums = self._name(peer), peer.device or isinstance(self._memory, DeviceMemory)
-        header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name, sums=sums))
+        name = self._name(peer)
+        if not name and piece.num_bytes > CHUNK_BYTES and len(piece.spans) > 1:  # it would break every connection it goes over
+            raise ValueError("its peer has changed the path meanwhile, and this one takes smaller chunks")
+        if piece.sums is None:  # anybody may welcome us the next time: a nonce under two headers would give the seal away
+            piece.sums = peer.device or isinstance(self._memory, DeviceMemory)
+        header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name, sums=piece.sums))
         make = self._packer.reference if name else self._packer.payload
-        return make(piece, header, sums)
+        return make(piece, header, piece.sums)
 
     def _send_parcels(self, idle: bool) -> None:
         while self._parcels and (idle or self._parcels[0][1].done):
@@ -327,7 +336,8 @@ class Outbound:
     def _send(self, lane: Lane, parcel: Parcel) -> None:
         piece = parcel.piece
         frames, piece.made = parcel.pack()
-        lane.under_way[piece.number], lane.trackers[piece.number] = piece, _send_frames(lane.socket, parcel.header, frames)
+        piece.trackers += _send_frames(lane.socket, parcel.header, frames)
+        lane.under_way[piece.number] = piece
         self._counters.add("chunks_sent")
 
     def _lose(self, piece: Piece, error: Exception) -> None:
@@ -358,8 +368,9 @@ class Outbound:
         if ack.number not in lane.under_way:
             raise BadFrame("an answer to nothing")
         peer.moved_s = now_s
+        if ack.number == next(iter(lane.under_way)):
+            lane.moved_s = now_s
         piece = lane.under_way.pop(ack.number)
-        lane.trackers.pop(ack.number, None)
         if piece is None:
             peer.probes_left -= 1
             if not peer.probes_left:
@@ -393,7 +404,7 @@ class Outbound:
         socket.setsockopt(zmq.SNDHWM, 4 * CREDIT)  # never reached: credit comes first
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)  # libzmq closes the connection of a peer that announces more
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
@@ -413,6 +424,14 @@ def _send_frames(socket: zmq.Socket[bytes], header: bytes, frames: Sequence[Any]
     last = len(frames)
     socket.send(header, _MORE if last else _LAST)
     return [socket.send(frame, _MORE if i < last else _LAST, copy=False, track=True) for i, frame in enumerate(frames, 1)]
+
+
+def close_lane(lane: Lane) -> None:
+    """Whatever its peer does meanwhile. libzmq 4.3.5 ends the process when a connection breaks while its socket is being closed
+    without lingering, with a part of a message sent; when it lingers less than it takes to reconnect, nothing more is sent."""
+    lane.socket.disable_monitor()
+    lane.monitor.close(linger=0)
+    lane.socket.close(linger=RECONNECT_MS // 2)
 
 
 def _broken(lane: Lane) -> bool:
