@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -329,6 +330,24 @@ def test_close_ends_the_thread_and_frees_the_port(opener: Opener) -> None:
         return True
 
     assert wait(free)
+
+
+@pytest.mark.parametrize("make", [ThreadTransport, BulkTransport], ids=["thread", "process"])
+def test_a_transport_that_is_gone_leaves_no_descriptor(make: type[BulkTransport]) -> None:
+    """A process has so many, and a tool that opens transports one after the other would run out of them."""
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def open_and_close() -> None:
+        make(small_arena(), options=BulkOptions("zeromq", 1)).close()
+
+    open_and_close()  # what is opened once stays
+    before = descriptors()
+    for _ in range(3):
+        open_and_close()
+    assert descriptors() <= before
 
 
 def test_a_port_that_cannot_be_had_is_said() -> None:

@@ -74,7 +74,9 @@ class Channel:
 
     def first(self, timeout_s: float) -> list[Any] | None:
         """Waits, once, at the start, for the first message; None when none comes. Raises ChannelClosed."""
-        if not select.select([self._end], [], [], timeout_s)[0]:
+        poller = select.poll()  # unlike select, it takes any descriptor
+        poller.register(self._end, select.POLLIN)
+        if not poller.poll(timeout_s * 1000):
             return None
         return next(self.receive())
 

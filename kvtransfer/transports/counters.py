@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 
 _NAMES = ("bad_frames", "late_frames", "repeated_frames", "chunks_sent", "chunks_resent", "bulk_bytes_sent")
 
@@ -15,6 +16,7 @@ class Counters:
         self.fd = os.memfd_create("pdserve-counters", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, mmap.PAGESIZE)
+        weakref.finalize(self, os.close, self.fd)
         self._values = memoryview(mmap.mmap(self.fd, mmap.PAGESIZE)).cast("Q")[: len(_NAMES)]
 
     def add(self, name: str, amount: int = 1) -> None:
