@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import logging
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -348,6 +350,21 @@ def test_a_transport_that_is_gone_leaves_no_descriptor(make: type[BulkTransport]
     for _ in range(3):
         open_and_close()
     assert descriptors() <= before
+
+
+def test_a_channel_may_have_any_descriptor() -> None:
+    """Also one that is not among the first 1,024, which is all that select takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard) if hard > 0 else 2048, hard))
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        far = socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, 1100))
+        Channel(theirs).send("bound", 7)
+        assert Channel(far).first(PATIENCE_S) == ["bound", 7]
+        for end in (ours, theirs, far):
+            end.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_port_that_cannot_be_had_is_said() -> None:
