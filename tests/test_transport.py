@@ -64,7 +64,7 @@ from kvtransfer.transports.frame import (
     unpack_welcome,
 )  # fmt: skip
 from kvtransfer.transports.jobs import Job, Jobs
-from kvtransfer.transports.memory import CpuMemory, Task
+from kvtransfer.transports.memory import Copying, CpuMemory, Task
 from kvtransfer.transports.outbound import CHUNK_BYTES, RETEST_S, _send_frames
 from kvtransfer.transports.packer import DIRECT_BYTES
 from scripts.bench_kvtransfer import BenchConfig, Source, run
@@ -712,6 +712,27 @@ def test_where_no_thread_can_be_started_nothing_is_written_behind_the_answer(
         assert np.array_equal(rows["page"], np.array(parts))
         rows["page"].fill(0)
     assert not rows["page"].any()
+
+
+@pytest.mark.parametrize("last", ["fails", "slow"])
+def test_a_copy_that_fails_says_so_when_all_of_it_is_over(last: str) -> None:
+    begun, go, written = threading.Event(), threading.Event(), []
+
+    def slow() -> None:
+        begun.set()
+        go.wait(30.0)
+        written.append(True)
+
+    def fails() -> None:
+        raise ValueError("no room")
+
+    calls = {"fails": fails, "slow": slow}
+    copying = Copying([Task(call) for _, call in sorted(calls.items(), key=lambda item: item[0] == last)])
+    assert begun.wait(30.0), "a thread is at it"
+    threading.Timer(0.2, go.set).start()
+    with pytest.raises(ValueError, match="no room"):
+        copying.result()
+    assert written
 
 
 def test_a_task_is_done_once_by_a_thread_or_by_who_waits_for_it() -> None:
