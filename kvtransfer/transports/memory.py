@@ -47,8 +47,7 @@ class Begun(Protocol):
 
 
 class Task(Generic[T]):
-    """A call that one of the copying threads makes, or, if none has begun with it, who asks for its result: where cores are
-    few, that is most of them."""
+    """A call that one of the copying threads makes, or, if none has begun with it, who asks for its result."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
