@@ -23,7 +23,7 @@ from kernels.jit import jit
 from kernels.launch import launch
 from kernels.norm import rms_norm_reference
 from kernels.quant import ACTIVATION_BLOCK, Quantised, inverse_power_of_two, quantise_fp8, scale_to_byte, ue8m0_for_fp8
-from kernels.rounding import INTERPRETED, rounded
+from kernels.rounding import INTERPRETED, rounded, rounded_through
 
 STREAMS = 4  # what the Triton kernels are written for: Sinkhorn keeps a 4 x 4 matrix in registers
 MIX_CHANNELS, MIX_VECTOR = 32, 4
@@ -548,7 +548,7 @@ def _input(
     mixed = tl.zeros([WIDTH_PADDED], tl.float32)
     for j in tl.static_range(N):
         mixed += tl.sum(tl.where(lines == j, pre, 0.0), 0) * values[j].to(tl.float32)
-    mixed = rounded(mixed, x.dtype.element_ty).to(tl.float32)
+    mixed = rounded_through(mixed, x.dtype.element_ty)
     normed = mixed * tl.rsqrt(tl.sum(mixed * mixed, 0) / width + norm_eps) * weight
     done = rounded(normed, x.dtype.element_ty)
     tl.store(x + token * width + channels, done, mask=inside)
