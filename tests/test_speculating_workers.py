@@ -105,15 +105,21 @@ def test_a_worker_short_of_pages_carries_no_drafts(monkeypatch: pytest.MonkeyPat
         assert stored[-GREEDY.max_tokens :] == [1] * GREEDY.max_tokens
 
 
-def test_drafts_behind_the_end_of_a_text_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second step of a text of three tokens has four, of which one is wanted."""
+@pytest.mark.parametrize("ends", ["length", "stop"])
+def test_drafts_behind_the_end_of_a_text_do_not_count(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second step of a text of three tokens has four, of which one is wanted. Some of the others would be right."""
     monkeypatch.setattr(Speculation, "shape", lambda self, rows: self._all[-1])
     with pair(MOST_DRAFTS) as (cluster, prefill, decode):
-        router = cluster.router
-        for _ in range(3):
-            router.ask(prefill, decode.address, prompt(9), replace(GREEDY, max_tokens=3))
-        router.until(lambda: len(router.finished) == 3, "three texts")
-        router.until(lambda: router.counter(decode.address, "draft_1_verified") == 3, "three drafts")
+        router, texts = cluster.router, {length: expected_text(prompt(length), 3, stop=()) for length in range(5, 14)}
+        lengths = [length for length, text in texts.items() if text[2] not in text[:2]]
+        for length in lengths:
+            stop = {"max_tokens": 12, "stop_token_ids": (texts[length][2],)}
+            params = replace(GREEDY, **(stop if ends == "stop" else {"max_tokens": 3}))
+            router.ask(prefill, decode.address, prompt(length), params)
+        router.until(lambda: len(router.finished) == len(lengths), "the texts")
+        assert {(len(ids), router.finished[key]) for key, ids in router.ids.items()} == {(3, ends)}
+        router.until(lambda: router.counter(decode.address, "draft_1_verified") == len(lengths), "a draft each")
+        assert router.counter(decode.address, "draft_1_accepted") >= 3
         assert router.counter(decode.address, "draft_2_verified") == 0
 
 
