@@ -98,7 +98,7 @@ def make(widths: Widths, shape: Shape, device: torch.device, seed: int) -> Input
     inputs = Inputs(
         torch.empty(total, heads, row.dim, dtype=plain or torch.float8_e4m3fn, device=device),
         None if plain else torch.empty(total, heads, dtype=torch.float32, device=device),
-        torch.empty(total, heads, dtype=torch.float32, device=device),
+        torch.empty(total, heads, dtype=plain or torch.bfloat16, device=device),
         ragged(shape.sequences, shape.tokens, columns, device),
         arena.as_strided((count, PAGE_ROWS, row.row_bytes), (block, row.row_bytes, 1)),
         row,
