@@ -21,7 +21,7 @@ from kernels.sequences import MOST_DRAFTS
 from model.batch import Batch
 from tests import golden
 from tests.fake_runner import FakeDrafter, FakeRunner, expected_text
-from tests.system import running, wait_for
+from tests.system import Server, running, wait_for
 from tests.test_workers import (
     GREEDY,
     Cluster,
@@ -213,6 +213,28 @@ def test_processes_give_the_texts_without_drafts() -> None:
             replies = server.complete_all(bodies)
             answers.append([reply.ids(choice) for reply in replies for choice in range(len(reply.body["choices"]))])
             if decode_args:
-                wait_for(lambda: server.total("draft_1_accepted_total") > 0, "drafts that were accepted")
-                wait_for(lambda: server.total("accepted_length") > 1, "their gauge")
+                check_metrics(server, most=2)
+            else:
+                metrics = server.metrics()
+                assert set(metrics["drafts"].values()) == {0} and "draft_1_acceptance" not in metrics
     assert answers[0] == answers[1] and answers[1][: len(which)] == [text for _, text in prompts.values()]
+
+
+def check_metrics(server: Server, most: int) -> None:
+    """What an operator reads in /metrics of the decode worker, and of nobody else, after some texts."""
+    wait_for(lambda: server.total("draft_1_accepted_total") > 0 and server.total("accepted_length") > 1, "accepted drafts")
+    metrics = server.metrics()
+    told = {name: values for name, values in metrics.items() if name.startswith(("draft", "accepted_length"))}
+    (worker,) = {worker for values in told.values() for worker in values}
+    assert worker.startswith("decode-")
+    value = {name: values[worker] for name, values in told.items()}
+    kinds = ("acceptance", "verified_total", "accepted_total")
+    places = range(1, most + 1)
+    assert value.keys() == {"drafts", "accepted_length", *(f"draft_{place}_{kind}" for place in places for kind in kinds)}
+    assert value["drafts"] in range(most + 1) and 1 < value["accepted_length"] <= most + 1
+    behind = metrics["decode_tokens_total"][worker]  # no more drafts are right than there are tokens
+    for place in places:
+        verified, accepted = value[f"draft_{place}_verified_total"], value[f"draft_{place}_accepted_total"]
+        assert accepted <= verified <= behind
+        assert 0 < value[f"draft_{place}_acceptance"] <= 1 if verified else value[f"draft_{place}_acceptance"] == 0
+        behind = accepted
