@@ -233,7 +233,7 @@ SCENARIOS = [
     BURSTS := Scenario("twice as long for 30 steps of 150", slow=(2.0, 30, 120)),
     SHORT := Scenario("texts of 20 tokens", text=20),
     WANDERING := Scenario("batch between 1 and 64", wanders=True),
-    Scenario("that, and texts of 100 tokens", wanders=True, text=100),
+    LATE := Scenario("that, and texts of 100 tokens", wanders=True, text=100),
     Scenario("that, differ by 20 %, outliers, slow times", 0.2, 0.01, text=100, slow=(1.5, 200, 400), wanders=True),
 ]
 
