@@ -36,6 +36,7 @@ FADE = 1 - 1 / 32  # what is left, a step later, of what a position's drafts cam
 LEAST = 1.05  # plain steps that one with drafts takes; what says less is noise
 ADVANTAGE = 1.02  # what another number of drafts must promise to be chosen
 RESUMING = 1.05  # what one must promise to end a pause
+MOST_ERROR = 0.05  # plain steps that what is chosen pays more; where less is known than that, looking tells, not paying
 
 
 class Costs:
@@ -163,7 +164,7 @@ class Speculation:
             length += sum(accepted for _, accepted in outcomes) / len(outcomes)
             self._length += (length - self._length) * (1 - FADE)
         self._landed = shape
-        error = self._costs.estimate(rows, shape)[1] if shape == self._chosen else 0.0
+        error = min(self._costs.estimate(rows, shape)[1], MOST_ERROR) if shape == self._chosen else 0.0
         self._pay(rows, seconds / ratio, SHARE * ratio + length - ratio - error)
 
     def _pay(self, rows: int, plain_s: float, steps: float) -> None:

@@ -226,7 +226,7 @@ class Scenario:
 
 SCENARIOS = [
     Scenario("steps differ by 5 %", noise=0.05),
-    Scenario("steps differ by 20 %", noise=0.2),
+    UNSTEADY := Scenario("steps differ by 20 %", noise=0.2),
     Scenario("one in 100 seems ten times as long", noise=0.05, outliers=0.01),
     Scenario("the first of each shape takes ten times as long", noise=0.05, first=10),
     SLOW := Scenario("1.5 times as long for 200 steps of 600", slow=(1.5, 200, 400)),

@@ -20,7 +20,7 @@ from decode.speculation import (
     Speculation,
 )
 from decode.step import PLAIN, STORING, Shape
-from tests.machine import ACCEPTED, BURSTS, COLD, LATE, SHORT, SLOW, WANDERING, Machine, Scenario, linear, steady
+from tests.machine import ACCEPTED, BURSTS, COLD, LATE, SHORT, SLOW, UNSTEADY, WANDERING, Machine, Scenario, linear, steady
 from wire.metrics import Metrics
 
 MOST = 4
@@ -172,6 +172,7 @@ def test_what_does_not_run_is_not_looked_at() -> None:
 
 
 SEEDS = range(12)
+UNLUCKY = range(12, 20)  # one of them measures too little at first
 
 
 @pytest.mark.parametrize("scenario", [SLOW, BURSTS, SHORT, WANDERING], ids=lambda scenario: scenario.name)
@@ -181,10 +182,18 @@ def test_at_most_three_percent_are_lost_where_no_draft_is_right(scenario: Scenar
 
 
 @pytest.mark.parametrize("scenario", [WANDERING, LATE], ids=lambda scenario: scenario.name)
-def test_at_most_three_percent_are_lost_where_what_pays_hangs_on_the_batch(scenario: Scenario) -> None:
-    """Drafts bring a few percent at small batches and cost as much at large ones: less than a single comparison can tell."""
+def test_at_most_four_percent_are_lost_where_what_pays_hangs_on_the_batch(scenario: Scenario) -> None:
+    """Drafts bring a few percent at small batches and cost as much at large ones: less than a few comparisons can tell."""
     speeds = [scenario.machine(ACCEPTED["0.8"], seed).run(Speculation(2, batch_sizes(64)), 1500, seed).speed for seed in SEEDS]
-    assert min(speeds) >= 0.97
+    assert min(speeds) >= 0.96
+
+
+def test_times_that_differ_much_are_no_reason_for_a_pause() -> None:
+    """Steps differ by 20 %, and drafts bring a third: what is chosen does not pay for all that may be off."""
+    speeds = [
+        UNSTEADY.machine(ACCEPTED["0.8"], seed).run(Speculation(2, batch_sizes(64)), 1500, seed).speed for seed in UNLUCKY
+    ]
+    assert min(speeds) >= 1.2
 
 
 @pytest.mark.parametrize("scenario", [SLOW, BURSTS, SHORT], ids=lambda scenario: scenario.name)
