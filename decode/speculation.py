@@ -6,9 +6,9 @@ plain steps of one without speculation. They leave no rows of the MTP layer, and
 guess; so behind a pause `WARM_STEPS` steps leave theirs before one with drafts comes.
 
 What this costs is kept in an account, in plain steps: every step pays in `SHARE` of its time, and one that is not plain gets
-the tokens that it brings and pays for the time that its kind was measured to take. Nothing but the account allows steps that
-may not pay, so in the long run a worker is slower than one without speculation by no more than `SHARE`, and at first by
-`OPENING` plain steps, as far as what was measured is right.
+the tokens that it brings and pays for the time that its kind was measured to take. What is chosen was measured well, by chance
+too: it pays about an error of that more. Nothing but the account allows steps that may not pay, so in the long run a worker is
+slower than one without speculation by no more than `SHARE`, and at first by `OPENING` plain steps, as far as that is right.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from math import inf
+from math import inf, sqrt
 from statistics import median, median_low
 
 from decode.step import PLAIN, STORING, Shape
@@ -36,6 +36,7 @@ FADE = 1 - 1 / 32  # what is left, a step later, of what a position's drafts cam
 LEAST = 1.05  # plain steps that one with drafts takes; what says less is noise
 ADVANTAGE = 1.02  # what another number of drafts must promise to be chosen
 RESUMING = 1.05  # what one must promise to end a pause
+MOST_ERROR = 0.05  # plain steps that what is chosen pays more; where less is known than that, looking tells, not paying
 
 
 class Costs:
@@ -49,36 +50,38 @@ class Costs:
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
         self._compared: defaultdict[tuple[int, Shape], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
-        self._medians: dict[tuple[int, Shape], float] = {}  # by (number of the size, shape)
+        self._estimates: dict[tuple[int, Shape], tuple[float, float]] = {}  # by (number of the size, shape), from all those
         self._last = 0, PLAIN, 0.0  # size, shape and seconds of the last step
 
     def add(self, rows: int, shape: Shape, seconds: float) -> None:
         (before, other, other_s), self._last = self._last, (self.size(rows), shape, seconds)
-        if before == self.size(rows) and other_s:
-            if other == PLAIN != shape:
-                self._compare(before, shape, seconds / other_s)
-            elif shape == PLAIN != other:
-                self._compare(before, other, other_s / seconds)
-
-    def _compare(self, size: int, shape: Shape, ratio: float) -> None:
-        compared = self._compared[size, shape]
-        compared.append(ratio)
-        if len(compared) >= ENOUGH:
-            self._medians[size, shape] = max(LEAST if shape.tokens > 1 else 1.0, median(compared))
+        if before == self.size(rows) and other_s and (other == PLAIN) != (shape == PLAIN):
+            kind, ratio = (other, other_s / seconds) if shape == PLAIN else (shape, seconds / other_s)
+            self._compared[before, kind].append(ratio)
+            self._estimates.clear()
 
     def ratio(self, rows: int, shape: Shape) -> float:
-        """At least 1; 0 when it is not known. What is not known is taken over from the nearest size of which it is."""
-        if shape == PLAIN:
-            return 1.0
-        mine = self.size(rows)
-        for other in sorted(range(len(self._sizes)), key=lambda size: abs(size - mine)):
-            if (other, shape) in self._medians:
-                return self._medians[other, shape]
-        return 0.0
+        """At least 1; 0 when it is not known."""
+        return self.estimate(rows, shape)[0]
+
+    def estimate(self, rows: int, shape: Shape) -> tuple[float, float]:
+        """The ratio, and about what it may be off by. Where a size has few comparisons those of the sizes beside it count too,
+        and where there are hardly any, those of the nearest."""
+        size = self.size(rows)
+        if (size, shape) not in self._estimates:
+            found: list[float] = [1.0] * ENOUGH if shape == PLAIN else []
+            for other in sorted(range(len(self._sizes)), key=lambda other: abs(other - size)):
+                if len(found) < (RECENT if abs(other - size) <= 1 else ENOUGH):
+                    found += self._compared[other, shape]
+            known, least = len(found) >= ENOUGH, LEAST if shape.tokens > 1 else 1.0
+            middle = median(found) if known else 0.0
+            error = 1.86 * median(abs(each - middle) for each in found) / sqrt(len(found)) if known else 0.0
+            self._estimates[size, shape] = max(least, middle) if known else 0.0, error
+        return self._estimates[size, shape]
 
     def known(self, rows: int, shape: Shape) -> bool:
         """Whether it was measured at this size."""
-        return (self.size(rows), shape) in self._medians
+        return len(self._compared[self.size(rows), shape]) >= ENOUGH
 
     def size(self, rows: int) -> int:
         return bisect_left(self._sizes, rows)
@@ -161,7 +164,8 @@ class Speculation:
             length += sum(accepted for _, accepted in outcomes) / len(outcomes)
             self._length += (length - self._length) * (1 - FADE)
         self._landed = shape
-        self._pay(rows, seconds / ratio, SHARE * ratio + length - ratio)
+        error = min(self._costs.estimate(rows, shape)[1], MOST_ERROR) if shape == self._chosen else 0.0
+        self._pay(rows, seconds / ratio, SHARE * ratio + length - ratio - error)
 
     def _pay(self, rows: int, plain_s: float, steps: float) -> None:
         """plain_s: what a plain step would have taken. steps: so many get on the account."""
@@ -171,11 +175,7 @@ class Speculation:
 
     def _most(self, rows: int) -> float:
         """What a full account holds."""
-        return LOOK_STEPS * (len(self._all) - 1) + self._warming(rows, WARM_STEPS)
-
-    def _warming(self, rows: int, steps: int) -> float:
-        """What so many steps cost more when they store."""
-        return steps * (self._expected(rows, STORING) - 1)
+        return LOOK_STEPS * (len(self._all) - 1) + WARM_STEPS * (self._expected(rows, STORING) - 1)
 
     def report(self, metrics: Metrics) -> None:
         """For /metrics: the drafts of a step now, the tokens that steps with drafts bring a row, and what became of the drafts
@@ -203,7 +203,7 @@ class Speculation:
 
     def _entry(self, rows: int, shape: Shape, missing: int) -> float:
         """What it takes to come to steps with drafts: so many that store, one that has none yet, and another in flight."""
-        return self._warming(rows, missing) + 2 * (self._expected(rows, shape) - 1)
+        return missing * (self._expected(rows, STORING) - 1) + 2 * (self._expected(rows, shape) - 1)
 
     def _look_around(self, rows: int) -> None:
         """Begins a look at another number of drafts in turn, when it is time. Where there are drafts every other look is one at
@@ -249,7 +249,7 @@ class Speculation:
 
     def _expected(self, rows: int, shape: Shape) -> float:
         """Its ratio, in proportion to that of a token less while it is not known."""
-        if shape.tokens == 1:
-            return self._costs.ratio(rows, shape) or 1.0
-        fewer = self._costs.ratio(rows, Shape(shape.tokens - 1, stores=shape.tokens > 2)) or float(shape.tokens - 1)
-        return self._costs.ratio(rows, shape) or fewer * shape.tokens / (shape.tokens - 1)
+        ratio = self._costs.ratio(rows, shape)
+        if ratio or shape.tokens == 1:
+            return ratio or 1.0
+        return self._expected(rows, Shape(shape.tokens - 1, stores=shape.tokens > 2)) * shape.tokens / (shape.tokens - 1)

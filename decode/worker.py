@@ -136,14 +136,14 @@ class Worker:
         except RuntimeError:
             self._leave_if_lost()
             raise
-        now_s = time.monotonic()
-        outcomes = []
-        for sequence, choice in zip(batch, choices, strict=True):
-            if choice.tokens and not sequence.over:
-                wanted = sequence.sampling.max_tokens - sequence.generated - 1  # behind the next token
-                outcomes.append((min(choice.drafts, wanted), min(len(choice.tokens) - 1, wanted)))
-        self._speculation.landed(len(batch), shape, now_s - self._busy_since_s, outcomes)
+        now_s, known = time.monotonic(), [sequence.generated for sequence in batch]
         self.scheduler.advance(batch, choices, now_s)
+        outcomes = []
+        for sequence, choice, before in zip(batch, choices, known, strict=True):
+            behind = sequence.generated - before - 1  # its next token; -1: nobody wants even that
+            if behind >= 0:
+                outcomes.append((min(choice.drafts, behind) if sequence.over else choice.drafts, behind))
+        self._speculation.landed(len(batch), shape, now_s - self._busy_since_s, outcomes)
         self._presence.stepped(sum(len(choice.tokens) for choice in choices), self._busy_since_s, now_s)
         self._busy_since_s = now_s
 

@@ -226,14 +226,14 @@ class Scenario:
 
 SCENARIOS = [
     Scenario("steps differ by 5 %", noise=0.05),
-    Scenario("steps differ by 20 %", noise=0.2),
+    UNSTEADY := Scenario("steps differ by 20 %", noise=0.2),
     Scenario("one in 100 seems ten times as long", noise=0.05, outliers=0.01),
     Scenario("the first of each shape takes ten times as long", noise=0.05, first=10),
     SLOW := Scenario("1.5 times as long for 200 steps of 600", slow=(1.5, 200, 400)),
     BURSTS := Scenario("twice as long for 30 steps of 150", slow=(2.0, 30, 120)),
     SHORT := Scenario("texts of 20 tokens", text=20),
     WANDERING := Scenario("batch between 1 and 64", wanders=True),
-    Scenario("that, and texts of 100 tokens", wanders=True, text=100),
+    LATE := Scenario("that, and texts of 100 tokens", wanders=True, text=100),
     Scenario("that, differ by 20 %, outliers, slow times", 0.2, 0.01, text=100, slow=(1.5, 200, 400), wanders=True),
 ]
 

@@ -43,6 +43,7 @@ def cases(widths: Widths) -> list[Case]:
     found.append(_grouped("wo_a", 8, widths.o_groups, widths.o_lora, group_width, False))
     for tokens in (8, 32, 200):
         found.append(_fp8("wo_b", tokens, widths.hidden, widths.o_groups * widths.o_lora))
+    found += [_fp8("h_proj of the draft layer", rows, widths.hidden, widths.hidden) for rows in (4, 1280)]  # of each stream
     found.append(_plain("CSA compressor", 200, 4 * widths.head_dim, widths.hidden))
     found.append(_exact("float32 activations", 5, widths.o_lora, widths.q_lora))
     if widths is V4_FLASH:

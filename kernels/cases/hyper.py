@@ -181,14 +181,14 @@ def embed_cases(widths: Widths) -> list[Case]:
         table = torch.empty(widths.vocab, widths.hidden, dtype=torch.bfloat16, device=device)
         return ids, table.normal_(generator=generator)
 
-    def made(tokens: int) -> Case:
+    def made(tokens: int, streams: int) -> Case:
         return Case(
-            f"embed, {tokens} tokens",
+            f"embed, {tokens} tokens" if streams > 1 else f"embed a draft's token, {tokens} tokens",
             lambda device, seed: inputs(device, seed, tokens),
-            lambda given: embed(given[0], given[1], widths.streams),
-            lambda given: embed_reference(given[0], given[1], widths.streams),
+            lambda given: embed(given[0], given[1], streams),
+            lambda given: embed_reference(given[0], given[1], streams),
             0.0,
-            tokens * widths.hidden * 2 * (1 + widths.streams),
+            tokens * widths.hidden * 2 * (1 + streams),
         )
 
-    return [made(tokens) for tokens in (1, 64)]
+    return [made(tokens, streams) for tokens in (1, 64) for streams in (widths.streams, 1)]

@@ -98,7 +98,7 @@ def make(widths: Widths, shape: Shape, device: torch.device, seed: int) -> Input
     inputs = Inputs(
         torch.empty(total, heads, row.dim, dtype=plain or torch.float8_e4m3fn, device=device),
         None if plain else torch.empty(total, heads, dtype=torch.float32, device=device),
-        torch.empty(total, heads, dtype=torch.float32, device=device),
+        torch.empty(total, heads, dtype=plain or torch.bfloat16, device=device),
         ragged(shape.sequences, shape.tokens, columns, device),
         arena.as_strided((count, PAGE_ROWS, row.row_bytes), (block, row.row_bytes, 1)),
         row,
@@ -196,7 +196,8 @@ def select_case(widths: Widths, name: str, shape: Shape) -> Case:
 
     def expected(inputs: Inputs) -> tuple[Tensor, Tensor]:
         a = inputs
-        found = select_entries_reference(a.queries, a.scales, a.head_weights, a.batch, a.pages, a.row, RATIO, a.topk)
+        weights = a.head_weights.float()  # the reference rounds to their dtype
+        found = select_entries_reference(a.queries, a.scales, weights, a.batch, a.pages, a.row, RATIO, a.topk)
         return found.rows, found.counts
 
     def change(inputs: Inputs) -> None:

@@ -143,9 +143,11 @@ def cases_of(widths: Widths, rows: int) -> list[Case]:
         )
 
     return [
+        made("greedy", 0.0, 1.0, False, -1),
         made("greedy, logprob", 0.0, 1.0, False, 0, 3 * us),
         made("greedy, 20 logprobs", 0.0, 1.0, False, 20),
         made("temperature", 1.0, 1.0, False, -1),
         made("top-p", 1.0, 0.9, False, -1, 60.0),
         made("everything", 1.0, 0.9, True, 20),
+        made("everything, of a draft", 1.0, 0.9, True, -1),
     ]
