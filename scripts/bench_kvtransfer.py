@@ -44,7 +44,7 @@ from wire.sockets import Inbox, Outbox, open_context
 from wire.worker import SWITCH_INTERVAL_S
 
 PATHS = ("zeromq", "shm", "cuda_ipc", "auto")
-SILENCE_S = 30.0
+SILENCE_S = 30
 
 
 class BrokenHandOff(RuntimeError):
@@ -215,11 +215,11 @@ class Source:
         keys = {self._open(length) for _ in range(requests)}
         while keys:
             ready = self._poller.poll(
-                10 if self._injecting else SILENCE_S * 1e3
+                10 if self._injecting else SILENCE_S * 1000
             )  # what a fault holds back leaves when it is polled
             if not ready and not self._injecting:
                 raise BrokenHandOff(
-                    f"nothing has happened for {SILENCE_S:.0f} s: can the decode side reach {self._inbox.address}, and this"
+                    f"nothing has happened for {SILENCE_S} s: can the decode side reach {self._inbox.address}, and this"
                     f" side the one it listens at, {self._there}? Links: {self.transport.links()}"
                 )
             for message in self._inbox.drain():
