@@ -55,7 +55,7 @@ class BrokenHandOff(RuntimeError):
 class BenchConfig:
     """KV transfer between two processes or hosts, beside its floors."""
 
-    serve: str = option("", help="HOST:PORT: be the decode side of one prefill side, and end with it")
+    serve: str = option("", help="HOST:PORT: be the decode side of one prefill side after the other")
     connect: str = option("", help="HOST:PORT of a decode side; empty: start one on this host")
     host: str = option("127.0.0.1", help="address to listen on, at the prefill side")
     advertise: str = option("", help="host name the other side reaches this one by; empty: the address listened on")
@@ -212,11 +212,10 @@ class Source:
     def hand_off(self, length: int, requests: int) -> tuple[float, list[float], int]:
         """(seconds for all, seconds of each, bytes of one) of `requests` hand-offs that start at once."""
         begin_s, latencies, num_bytes = time.perf_counter(), [], 0
+        wait_ms = 10 if self._injecting else SILENCE_S * 1000  # what a fault holds back leaves when it is polled
         keys = {self._open(length) for _ in range(requests)}
         while keys:
-            ready = self._poller.poll(
-                10 if self._injecting else SILENCE_S * 1000
-            )  # what a fault holds back leaves when it is polled
+            ready = self._poller.poll(wait_ms)
             if not ready and not self._injecting:
                 raise BrokenHandOff(
                     f"nothing has happened for {SILENCE_S} s: can the decode side reach {self._inbox.address}, and this"
