@@ -55,7 +55,7 @@ class BrokenHandOff(RuntimeError):
 class BenchConfig:
     """KV transfer between two processes or hosts, beside its floors."""
 
-    serve: str = option("", help="HOST:PORT: be the decode side of one prefill side after the other")
+    serve: str = option("", help="HOST:PORT: be the decode side, of one prefill side after the other")
     connect: str = option("", help="HOST:PORT of a decode side; empty: start one on this host")
     host: str = option("127.0.0.1", help="address to listen on, at the prefill side")
     advertise: str = option("", help="host name the other side reaches this one by; empty: the address listened on")

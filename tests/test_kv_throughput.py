@@ -122,7 +122,7 @@ CASE: dict[str, Any] = {
     "requests": "12",
     "lanes": "1",
     "paths": "shm",
-    "repeats": 2,
+    "repeats": 1,
 }  # more than there are slots
 
 
@@ -130,7 +130,7 @@ CASE: dict[str, Any] = {
 def test_a_peer_beside_the_table() -> None:
     (row,) = run(BenchConfig(**CASE, peers="mooncake"), show=False)
     (peer,) = row.peers.values()
-    assert peer.to_it == pytest.approx(row.gb_per_s / peer.gb_per_s, rel=3)
+    assert peer.to_it == pytest.approx(row.gb_per_s / peer.gb_per_s)
     assert min(peer.p50_ms, peer.cpu_s_per_gb) > 0 and peer.p99_ms >= peer.p50_ms
     assert json.loads(json.dumps(asdict(row)))["peers"] == {"mooncake": asdict(peer)}
     assert line(row).split()[-3] == f"{peer.to_it:.2f}"
