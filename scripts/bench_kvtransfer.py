@@ -35,21 +35,27 @@ from kvtransfer.transports.bulk import congestion_control
 from kvtransfer.transports.faults import Faults, FaultyTransport
 from scripts.kv_ends import NUM_SLOTS, busy_python, cpu_seconds, flash_layout, host_pages, prove, serve
 from scripts.kv_floors import copy_rate, memcpy_seconds, send
+from scripts.kv_peers import LIBRARIES, Peer, require
 from scripts.kv_undigested import UndigestedTransport
-from wire.curve import ClusterKey, require_key
+from wire.curve import ClusterKey, is_loopback, require_key
 from wire.messages import Abort, Failed, Grant, Offer, SamplingParams, Tokens
 from wire.options import option, parse
 from wire.sockets import Inbox, Outbox, open_context
 from wire.worker import SWITCH_INTERVAL_S
 
 PATHS = ("zeromq", "shm", "cuda_ipc", "auto")
+SILENCE_S = 30
+
+
+class BrokenHandOff(RuntimeError):
+    """A hand-off did not arrive though no fault was injected."""
 
 
 @dataclass(frozen=True)
 class BenchConfig:
     """KV transfer between two processes or hosts, beside its floors."""
 
-    serve: str = option("", help="HOST:PORT: be the decode side of one prefill side, and end with it")
+    serve: str = option("", help="HOST:PORT: be the decode side, of one prefill side after the other")
     connect: str = option("", help="HOST:PORT of a decode side; empty: start one on this host")
     host: str = option("127.0.0.1", help="address to listen on, at the prefill side")
     advertise: str = option("", help="host name the other side reaches this one by; empty: the address listened on")
@@ -69,6 +75,9 @@ class BenchConfig:
     )
     cluster_key: str = option("", help="file of the cluster's key (scripts/make_keys.py), at both sides; bulk is sealed then")
     insecure: bool = option(False, help="listen beyond this host without a key: whoever can connect is served")
+    peers: str = option(
+        "", help=f"also the same hand-offs through these libraries' TCP, where they are installed: {','.join(LIBRARIES)}"
+    )
     repeats: int = option(5, help="measurements of a case; the median counts")
     json: str = option("", help="also write the numbers to this file")
 
@@ -83,6 +92,11 @@ class BenchConfig:
             raise ValueError(f"--arena is {self.arena!r}; it must name two devices")
         if self.connect and not self.connect.rpartition(":")[2].isdigit():
             raise ValueError(f"--connect is {self.connect!r}; it must be HOST:PORT")
+        if self.connect and not is_loopback(self.connect.rpartition(":")[0]) and is_loopback(self.advertise or self.host):
+            raise ValueError(
+                f"--connect {self.connect} is on another host, which cannot reach {self.advertise or self.host}: "
+                "--host must be an address of this host that it reaches"
+            )
         if unknown := sorted(set(self.paths.split(",")) - set(PATHS)):
             raise ValueError(f"--paths {unknown[0]}: the paths are {', '.join(PATHS)}")
         if "cuda_ipc" in self.paths.split(",") and not all(device.startswith("cuda") for device in self.devices):
@@ -101,12 +115,39 @@ class BenchConfig:
             raise ValueError(f"--arena is {self.arena}: torch finds no GPU here")
         if self.digest_cost and (self.arena != "cpu,cpu" or self.sealed or self.cluster_key or self.connect):
             raise ValueError("--digest-cost is of arenas of the CPU, two processes of this host, and bulk that is not sealed")
+        self._check_peers(host)
         if self.cluster_key:
             ClusterKey.read(self.cluster_key)  # raises for what is none
+
+    def _check_peers(self, host: str) -> None:
+        if self.peers and (self.arena != "cpu,cpu" or self.digest_cost or self.serve):
+            raise ValueError("--peers is of arenas of the CPU, and of the table that the prefill side prints")
+        if self.peers and not (is_loopback(host) or self.insecure):
+            raise ValueError(f"--peers {self.peers} takes bytes from whoever can connect: it needs --insecure at both sides")
+        for name in self.peer_names:
+            try:
+                require(name)
+            except ValueError as error:
+                raise ValueError(f"--peers {name}: {error}") from error
 
     @property
     def devices(self) -> list[str]:
         return self.arena.split(",")
+
+    @property
+    def peer_names(self) -> list[str]:
+        return self.peers.split(",") if self.peers else []
+
+
+@dataclass
+class PeerRow:
+    """The same case through another library; `to_it` is our rate to its rate in the same repeat, the median."""
+
+    gb_per_s: float
+    p50_ms: float
+    p99_ms: float
+    cpu_s_per_gb: float
+    to_it: float
 
 
 @dataclass
@@ -130,6 +171,7 @@ class Row:
     tcp_gb_per_s: float
     tcp_cpu_s_per_gb: float
     to_copy: float | None  # of GPU arenas: to a peer copy (cuda_ipc), or to the slower of the copies to and from pinned memory
+    peers: dict[str, PeerRow]
 
 
 class Source:
@@ -153,12 +195,16 @@ class Source:
         order |= {"timeout_s": 1.0 if config.inject else 30.0, "device": config.devices[1], "digest": digest}
         there = self._ask(order)
         open_it = open_transport if digest else UndigestedTransport
-        real = open_it(self.arena, config.host, config.advertise, options)
+        try:
+            real = open_it(self.arena, config.host, config.advertise, options)
+        except RuntimeError as error:
+            raise SystemExit(f"bench_kvtransfer: {error}") from error
         self.transport: Transport = FaultyTransport(real, Faults.parse(config.inject)) if config.inject else real
         self._context = open_context(config.cluster_key)
         self._inbox, self._outbox = self._new_inbox(), Outbox(self._context)
         self._sender, self._there = Sender(self.arena, self.transport, sealed), there["inbox"]
         self._rid, self.broken, self._injecting = 0, 0, bool(config.inject)
+        self.peers: dict[str, Peer] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self.transport.fileno(), zmq.POLLIN)
@@ -166,10 +212,15 @@ class Source:
     def hand_off(self, length: int, requests: int) -> tuple[float, list[float], int]:
         """(seconds for all, seconds of each, bytes of one) of `requests` hand-offs that start at once."""
         begin_s, latencies, num_bytes = time.perf_counter(), [], 0
+        wait_ms = 10 if self._injecting else SILENCE_S * 1000  # what a fault holds back leaves when it is polled
         keys = {self._open(length) for _ in range(requests)}
         while keys:
-            ready = self._poller.poll(10 if self._injecting else 30_000)  # what a fault holds back leaves when it is polled
-            assert ready or self._injecting, f"nothing happens: {self.transport.links()}"
+            ready = self._poller.poll(wait_ms)
+            if not ready and not self._injecting:
+                raise BrokenHandOff(
+                    f"nothing has happened for {SILENCE_S} s: can the decode side reach {self._inbox.address}, and this"
+                    f" side the one it listens at, {self._there}? Links: {self.transport.links()}"
+                )
             for message in self._inbox.drain():
                 match message:
                     case Grant():
@@ -191,7 +242,7 @@ class Source:
     def _try_again(self, keys: set[Key], key: Key, reason: str, length: int) -> set[Key]:
         """A hand-off is broken: without injected faults that ends the benchmark, with them it is made once more."""
         if not self._injecting:
-            raise RuntimeError(reason)
+            raise BrokenHandOff(reason)
         self.broken += 1
         return (keys - {key}) | {self._open(length)}
 
@@ -223,6 +274,25 @@ class Source:
         pinned = torch.empty(pages.shape, dtype=torch.uint8, pin_memory=True)
         return min(copy_rate(pinned, pages), copy_rate(torch.empty_like(pages), pinned))
 
+    def open_peer(self, name: str) -> None:
+        """A library's ends at both sides, which stand still until their turn."""
+        there = self._ask({"do": "peer", "name": name})
+        if "error" in there:
+            print(f"bench_kvtransfer: the decode side says: {there['error']}", file=sys.stderr)
+            raise SystemExit(2)
+        self.peers[name] = Peer(name, self.arena, self._config.host, self._config.advertise, (self._target[0], there["port"]))
+        self._turn(name, False)
+
+    def peer_hand_off(self, name: str, length: int, requests: int, compare: bool) -> tuple[float, list[float], int, float]:
+        """As `hand_off`, through another library, and the CPU seconds of both ends; what it warms up with is compared."""
+        self._turn(name, True)
+        self.peers[name].hand_off(length if compare else 256, 1, compare)
+        cpu_s = self.cpu_seconds()
+        done = self.peers[name].hand_off(length, requests, False)
+        cpu_s = self.cpu_seconds() - cpu_s
+        self._turn(name, False)
+        return *done, cpu_s
+
     def cpu_seconds(self) -> float:
         """Of both ends, engines included."""
         spent: float = self._ask({"do": "cpu"})["cpu_s"] + cpu_seconds()
@@ -244,11 +314,17 @@ class Source:
         return trips
 
     def close(self) -> None:
+        for peer in self.peers.values():
+            peer.close()
         self.transport.close()
         self._control.close()
         self._inbox.close()
         self._outbox.close()
         self._context.destroy(linger=0)
+
+    def _turn(self, name: str, begins: bool) -> None:
+        self._ask({"do": "turn", "name": name, "begins": begins})
+        self.peers[name].turn(begins)
 
     def _new_inbox(self) -> Inbox:
         """Where the other side, on whichever host, reaches us."""
@@ -281,6 +357,7 @@ def measure(source: Source, path: str, lanes: int, context: int, requests: int, 
     """One case, its floors measured right before and after."""
     pages = min(source.num_pages, max(64, source.layout.pages_for(context) * requests))
     tcp, packed, memcpy, rates, p50, p99 = [], [], [], [], [], []
+    peers: dict[str, list[PeerRow]] = {name: [] for name in source.peers}
     places = random.sample(range(1, source.num_pages + 1), source.num_pages)
     half = source.num_pages // 2
     view = source.host_pages
@@ -308,7 +385,9 @@ def measure(source: Source, path: str, lanes: int, context: int, requests: int, 
             gb += requests * num_bytes / 1e9
         rates.append(requests * num_bytes / 1e9 / seconds)
         p50.append(statistics.median(latencies) * 1e3)
-        p99.append(sorted(latencies)[int(0.99 * len(latencies))] * 1e3)
+        p99.append(_p99(latencies) * 1e3)
+        for name, rows in peers.items():
+            rows.append(_peer_row(source, name, context, requests, rates[-1], compare=not number))
     rate = statistics.median(rates)
     to_tcp, to_packed, to_memcpy = (_ratio(rates, floors) for floors in ([rate for rate, _ in tcp], packed, memcpy))
     (link,) = source.transport.links().values()
@@ -317,10 +396,25 @@ def measure(source: Source, path: str, lanes: int, context: int, requests: int, 
         link.path, lanes, context, requests, rate,
         statistics.median(p50), statistics.median(p99), num_bytes / 1e6,
         (source.transport.counters()["chunks_sent"] - messages) / repeats / requests, cpu_s / gb,
-        sorted(trips)[int(0.99 * len(trips))] * 1e3 if trips else None,
+        _p99(trips) * 1e3 if trips else None,
         to_tcp, to_packed, to_memcpy,
         statistics.median(rate for rate, _ in tcp), statistics.median(cpu for _, cpu in tcp), rate / copy if copy else None,
+        {name: _median_row(rows) for name, rows in peers.items()},
     )  # fmt: skip
+
+
+def _peer_row(source: Source, name: str, context: int, requests: int, our_rate: float, compare: bool) -> PeerRow:
+    seconds, latencies, num_bytes, cpu_s = source.peer_hand_off(name, context, requests, compare)
+    gb = requests * num_bytes / 1e9
+    return PeerRow(gb / seconds, statistics.median(latencies) * 1e3, _p99(latencies) * 1e3, cpu_s / gb, our_rate * seconds / gb)
+
+
+def _median_row(rows: Sequence[PeerRow]) -> PeerRow:
+    return PeerRow(*map(statistics.median, zip(*map(astuple, rows), strict=True)))
+
+
+def _p99(seconds: Sequence[float]) -> float:
+    return sorted(seconds)[int(0.99 * len(seconds))]
 
 
 def _ratio(rates: Sequence[float], floors: Sequence[float]) -> float:
@@ -328,14 +422,19 @@ def _ratio(rates: Sequence[float], floors: Sequence[float]) -> float:
 
 
 def run(config: BenchConfig, show: bool = True) -> list[Row]:
-    """Every case of `config`."""
+    """Every case of `config`, less those of paths on which hand-offs break, as shared memory of two hosts: they are said."""
     torch.set_num_threads(1)
     rows: list[Row] = []
     with _target(config) as address:
         first, *more = [int(lanes) for lanes in config.lanes.split(",")]
         for path in config.paths.split(","):
             for lanes in [first, *more] if path == "zeromq" else [first]:  # the others have one connection
-                rows += _run_path(config, path, lanes, address, show)
+                try:
+                    rows += _run_path(config, path, lanes, address, show)
+                except BrokenHandOff as error:
+                    print(f"bench_kvtransfer: --paths {path}: {error}", file=sys.stderr)
+    if not rows:
+        raise SystemExit(1)
     return rows
 
 
@@ -389,19 +488,20 @@ def digest_cost(config: BenchConfig) -> None:
 def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int], show: bool) -> list[Row]:
     contexts = [int(context) for context in config.contexts.split(",")]
     layout, rows = flash_layout(), []
-    source = Source(config, path, lanes, max(128, layout.pages_for(max(contexts))), target)
-    with busy_python(config.busy):
+    num_pages = max(128, layout.pages_for(max(contexts)))
+    with contextlib.closing(Source(config, path, lanes, num_pages, target)) as source, busy_python(config.busy):
+        for name in config.peer_names:
+            source.open_peer(name)
         for context in contexts:
             for requests in map(int, config.requests.split(",")):
                 if layout.pages_for(context) * requests * layout.page_bytes / 1e9 <= config.most_gb:
                     rows.append(measure(source, path, lanes, context, requests, config.repeats))
                     if show:
                         print(line(rows[-1]), flush=True)
-    if config.inject:
-        counters = source.transport.counters()
-        injected = [f"{count} {name}" for name, count in counters.items() if name.startswith("injected_") and count]
-        print(f"{', '.join(injected) or 'no fault'}; {source.broken} hand-offs were broken and made again", flush=True)
-    source.close()
+        if config.inject:
+            counters = source.transport.counters()
+            injected = [f"{count} {name}" for name, count in counters.items() if name.startswith("injected_") and count]
+            print(f"{', '.join(injected) or 'no fault'}; {source.broken} hand-offs were broken and made again", flush=True)
     return rows
 
 
@@ -411,14 +511,19 @@ HEADER = (
 )
 
 
+def header(peers: Sequence[str]) -> str:
+    return HEADER + "".join(f"  {'x' + name:>9} (GB/s, CPU s/GB)" for name in peers)
+
+
 def line(row: Row) -> str:
     """What was not measured is left empty."""
+    peers = "".join(f"  {peer.to_it:9.2f} ({peer.gb_per_s:4.2f},     {peer.cpu_s_per_gb:4.2f})" for peer in row.peers.values())
     to_copy, control = ("" if number is None else f"{number:.2f}" for number in (row.to_copy, row.control_p99_ms))
     return (
         f"{row.path:8} {row.lanes:5}  {row.context:7} {row.requests:2}  {row.gb_per_s:5.2f}  {row.to_tcp:4.2f}"
         f"  {row.to_packed:7.2f}  {row.to_memcpy:7.2f}  {to_copy:>5}  {row.p50_ms:8.1f}  {row.p99_ms:8.1f}"
         f"  {row.mbytes_a_request:6.1f}  {row.messages_a_request:7.1f}"
-        f"     {row.cpu_s_per_gb:4.2f} ({row.tcp_cpu_s_per_gb:4.2f})  {control:>11}"
+        f"     {row.cpu_s_per_gb:4.2f} ({row.tcp_cpu_s_per_gb:4.2f})  {control:>11}{peers}"
     )
 
 
@@ -428,14 +533,18 @@ def main() -> None:
     if config.serve:
         host, port = config.serve.rsplit(":", 1)
         try:
-            serve(flash_layout(), host, int(port), config.advertise, config.cluster_key)
+            serve(flash_layout(), host, int(port), config.advertise, config.cluster_key, config.insecure)
         except OSError as error:
             sys.exit(f"bench_kvtransfer: --serve {config.serve}: {error}")
         return
     if config.digest_cost:
         digest_cost(config)
         return
-    print(f"TCP congestion control here: {congestion_control()} (bbr paces loopback to about half)", HEADER, sep="\n")
+    print(
+        f"TCP congestion control here: {congestion_control()} (bbr paces loopback to about half)",
+        header(config.peer_names),
+        sep="\n",
+    )
     rows = run(config)
     if config.json:
         with open(config.json, "w") as file:

@@ -33,9 +33,10 @@ from kvtransfer.transports.seal import new_secret
 from model.cache import kv_layout
 from model.config import ModelConfig
 from scripts.kv_floors import receive
+from scripts.kv_peers import Peer, require
 from scripts.kv_undigested import UndigestedTransport
 from scripts.released_config import RELEASED
-from wire.curve import ClusterKey
+from wire.curve import ClusterKey, is_loopback
 from wire.messages import Abort, Failed, Grant, Offer, Ready, Tokens
 from wire.sockets import Inbox, Outbox, open_context
 
@@ -87,8 +88,9 @@ def host_pages(arena: Arena) -> Bytes:
 class Target:
     """The decode side. `serve` runs until the source hangs up."""
 
-    def __init__(self, layout: KVLayout, host: str, advertise: str, cluster_key: str) -> None:
+    def __init__(self, layout: KVLayout, host: str, advertise: str, cluster_key: str, insecure: bool) -> None:
         self._layout, self._host, self._advertise, self._sealed = layout, host, advertise, bool(cluster_key)
+        self._peers_allowed, self._peers = insecure or is_loopback(host), dict[str, Peer]()
         self._context = open_context(cluster_key)
         self._inbox = Inbox(self._context, host, 0, advertise)
         self._outbox = Outbox(self._context)
@@ -98,7 +100,7 @@ class Target:
     def serve(self, connection: socket.socket) -> None:
         lines = connection.makefile("r")
         order = json.loads(lines.readline())
-        arena = Arena(self._layout, order["pages"] + 1, NUM_SLOTS, order["device"])
+        arena = self._arena = Arena(self._layout, order["pages"] + 1, NUM_SLOTS, order["device"])
         backend.choose(arena.pages.device)
         arena.pages.zero_()
         self._host_pages = host_pages(arena)
@@ -122,16 +124,33 @@ class Target:
                     self._obey(json.loads(line), connection)
                 self._hand_off()
         transport.close()
+        for peer in self._peers.values():
+            peer.close()
         self._held.clear()
         self._waiting.clear()
 
     def _obey(self, order: dict[str, Any], connection: socket.socket) -> None:
         if order["do"] == "cpu":
             connection.sendall(json.dumps({"cpu_s": cpu_seconds()}).encode() + b"\n")
+        elif order["do"] == "peer":
+            connection.sendall(json.dumps(self._open_peer(order["name"])).encode() + b"\n")
+        elif order["do"] == "turn":
+            self._peers[order["name"]].turn(order["begins"])
+            connection.sendall(b"{}\n")
         else:
             with socket.create_server((self._host, 0), backlog=64) as listener:
                 connection.sendall(json.dumps({"port": listener.getsockname()[1]}).encode() + b"\n")
                 receive(listener, self._host_pages, order["order"], order["streams"], order["packed"])
+
+    def _open_peer(self, name: str) -> dict[str, Any]:
+        try:
+            require(name)
+        except ValueError as error:
+            return {"error": f"--peers {name}: {error}"}
+        if not self._peers_allowed:
+            return {"error": f"{name} takes bytes from whoever can connect: --serve needs --insecure for --peers"}
+        self._peers[name] = Peer(name, self._arena, self._host, self._advertise)
+        return {"port": self._peers[name].port}
 
     def _hand_off(self) -> None:
         for message in self._inbox.drain():
@@ -183,7 +202,7 @@ def admit(connection: socket.socket, cluster_key: str) -> bool:
     return hmac.compare_digest(proof, prove(cluster_key, challenge).encode())
 
 
-def serve(layout: KVLayout, host: str, port: int, advertise: str, cluster_key: str = "") -> None:
+def serve(layout: KVLayout, host: str, port: int, advertise: str, cluster_key: str = "", insecure: bool = False) -> None:
     """Serves sources one after the other; prints ``listening HOST:PORT`` when it does."""
     torch.set_num_threads(1)
     with socket.create_server((host, port)) as listener:
@@ -191,7 +210,7 @@ def serve(layout: KVLayout, host: str, port: int, advertise: str, cluster_key: s
         while True:
             connection, _ = listener.accept()
             if admit(connection, cluster_key):
-                Target(layout, host, advertise, cluster_key).serve(connection)
+                Target(layout, host, advertise, cluster_key, insecure).serve(connection)
             else:
                 print("refused a source that does not have the cluster's key", flush=True)
                 connection.close()

@@ -5,19 +5,22 @@ Prints the table (run pytest with -s); asserts that every byte arrived, and no s
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtransfer.arena import Arena
 from kvtransfer.places import slot_places
-from kvtransfer.spans import num_bytes
+from kvtransfer.spans import NBYTES, num_bytes
 from kvtransfer.transports import Landed, Wrote
-from scripts.bench_kvtransfer import HEADER, BenchConfig, Row, digest_cost, line, run
+from scripts.bench_kvtransfer import HEADER, BenchConfig, PeerRow, Row, digest_cost, header, line, main, run
 from scripts.kv_ends import flash_layout
 from scripts.kv_undigested import UndigestedTransport
 from tests.ports import closed_port
@@ -60,6 +63,102 @@ def test_an_engine_without_digests_makes_none() -> None:
     into.close()
 
 
+MOONCAKE = """
+import ctypes, os, socket, struct, threading
+
+def read(connection, address, count):
+    view = memoryview((ctypes.c_char * count).from_address(address)).cast("B")
+    while view:
+        view = view[connection.recv_into(view):]
+
+class TransferEngine:
+    def initialize(self, host, metadata, protocol, device):
+        assert (host, metadata, protocol, device) == ("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self.serve, daemon=True).start()
+        return 0
+
+    def serve(self):
+        connection, header = self.listener.accept()[0], bytearray(16)
+        while connection.recv_into(header, 16, socket.MSG_WAITALL):
+            read(connection, *struct.unpack("QQ", header))
+            connection.sendall(b"!")
+
+    def register_memory(self, address, count):
+        self.start, self.end = address, address + count
+        return 0
+
+    def get_rpc_port(self):
+        return self.listener.getsockname()[1]
+
+    def batch_transfer_async_write(self, name, here, there, sizes):
+        if not hasattr(self, "out"):
+            host, port = name.split(":")
+            self.out = socket.create_connection((host, int(port)))
+        for source, target, size in zip(here, there, sizes, strict=True):
+            assert self.start <= source <= self.end - size
+            if size == int(os.environ.get("LOSE_PIECES_OF", "0")):
+                continue
+            self.out.sendall(struct.pack("QQ", target, size) + ctypes.string_at(source, size))
+            assert self.out.recv(1) == b"!"
+        return 1
+
+    def get_batch_transfer_status(self, batches):
+        return 0
+"""
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something that is called as Mooncake is and puts bytes into the other process, since CI has no Mooncake."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "engine.py").write_text(MOONCAKE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+
+CASE: dict[str, Any] = {"contexts": "1024", "requests": "12", "lanes": "1", "paths": "shm", "repeats": 1}  # 9 slots
+
+
+@pytest.mark.usefixtures("mooncake")
+def test_a_peer_beside_the_table() -> None:
+    (row,) = run(BenchConfig(**CASE, peers="mooncake"), show=False)
+    (peer,) = row.peers.values()
+    assert peer.to_it == pytest.approx(row.gb_per_s / peer.gb_per_s)
+    assert min(peer.p50_ms, peer.cpu_s_per_gb) > 0 and peer.p99_ms >= peer.p50_ms
+    assert json.loads(json.dumps(asdict(row)))["peers"] == {"mooncake": asdict(peer)}
+    assert line(row).split()[-3] == f"{peer.to_it:.2f}"
+
+
+@pytest.mark.usefixtures("mooncake")
+def test_a_peer_that_leaves_something_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOSE_PIECES_OF", str(min(slot_places(flash_layout(), 1, 1024)[:, NBYTES])))
+    with pytest.raises(RuntimeError, match="what has landed is not what was sent"):
+        run(BenchConfig(**CASE, peers="mooncake"), show=False)
+
+
+def test_a_peer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setattr(sys, "argv", ["bench_kvtransfer", "--peers", "nixl"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("pip install nixl")
+
+
+@pytest.mark.usefixtures("mooncake")
+def test_a_peer_that_is_not_installed_at_the_decode_side(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = BenchConfig(**CASE, peers="mooncake")
+    monkeypatch.setenv("PYTHONPATH", "")  # of the other process
+    with pytest.raises(SystemExit) as ended:
+        run(config, show=False)
+    assert ended.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "the decode side says: --peers mooncake" in said and said.endswith("pip install mooncake-transfer-engine-non-cuda")
+
+
 def test_a_decode_side_that_is_not_there_is_one_line() -> None:
     with closed_port() as port, pytest.raises(SystemExit, match=f"answers at 127.0.0.1:{port}: Connection refused"):
         run(BenchConfig(contexts="256", requests="1", connect=f"127.0.0.1:{port}"), show=False)
@@ -75,10 +174,13 @@ def test_a_port_that_is_taken_is_one_line() -> None:
 
 
 def test_what_was_not_measured_is_left_empty() -> None:
-    numbers = {each.name: 1.0 for each in fields(Row)} | {"path": "shm", "lanes": 1, "context": 256, "requests": 1}
-    whole = line(Row(**numbers)).split()  # type: ignore[arg-type]
-    without = line(Row(**numbers | {"to_copy": None, "control_p99_ms": None}))  # type: ignore[arg-type]
+    numbers: dict[str, Any] = {each.name: 1.0 for each in fields(Row)}
+    numbers |= {"path": "shm", "lanes": 1, "context": 256, "requests": 1, "peers": {}}
+    whole = line(Row(**numbers)).split()
+    without = line(Row(**numbers | {"to_copy": None, "control_p99_ms": None}))
     assert len(without) == len(HEADER) and without.split() == whole[:8] + whole[9:-1]
+    peers = {"mooncake": PeerRow(1.0, 1.0, 1.0, 1.0, 1.0), "nixl": PeerRow(1.0, 1.0, 1.0, 1.0, 1.0)}
+    assert len(line(Row(**numbers | {"peers": peers}))) == len(header([*peers]))
 
 
 @pytest.mark.parametrize(
@@ -90,12 +192,33 @@ def test_what_was_not_measured_is_left_empty() -> None:
         ({"paths": "shm,foo"}, "--paths foo: the paths are zeromq, shm"),
         ({"paths": "zeromq,cuda_ipc"}, "between GPUs"),
         ({"connect": "somewhere"}, "must be HOST:PORT"),
+        ({"connect": "10.0.0.1:7000"}, "another host, which cannot reach 127.0.0.1: --host must be an address"),
         ({"contexts": "1024,many"}, "--contexts is '1024,many'; it must be numbers"),
         ({"requests": "0"}, "--requests is '0'"),
+        ({"peers": "foo"}, "--peers foo: the peers are mooncake, nixl"),
+        ({"peers": "nixl", "arena": "cpu,cuda:0", "connect": "127.0.0.1:1"}, "--peers is of arenas of the CPU"),
+        ({"peers": "nixl", "serve": "127.0.0.1:0"}, "the table that the prefill side prints"),
+        ({"peers": "nixl", "host": "10.0.0.1", "cluster_key": "file"}, "needs --insecure at both sides"),
         ({"inject": "dorp=0.1"}, "--inject dorp=0.1: 'dorp' is no fault; there are drop"),
         ({"inject": "drop=often"}, "--inject drop=often: could not convert"),
     ],
-    ids=["arena", "gpu", "sealed", "path", "cuda_ipc", "connect", "contexts", "requests", "fault", "probability"],
+    ids=[
+        "arena",
+        "gpu",
+        "sealed",
+        "path",
+        "cuda_ipc",
+        "connect",
+        "unreachable",
+        "contexts",
+        "requests",
+        "peer",
+        "peer gpu",
+        "peer at decode",
+        "peer open",
+        "fault",
+        "probability",
+    ],
 )
 def test_what_the_benchmark_cannot_do_is_refused(options: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

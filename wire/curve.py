@@ -64,7 +64,7 @@ class ClusterKey:
 
 def require_key(option: str, host: str, cluster_key: str, insecure: bool) -> None:
     """Raises ValueError when `host` can be reached from elsewhere, there is no key, and nobody said that this is meant."""
-    if cluster_key or _is_loopback(host):
+    if cluster_key or is_loopback(host):
         return
     if not insecure:
         raise ValueError(
@@ -135,7 +135,7 @@ def _keep_gate(gate: zmq.Socket[bytes], member: bytes) -> None:
         gate.close()
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
