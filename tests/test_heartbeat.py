@@ -32,12 +32,6 @@ def context() -> Iterator[zmq.Context[Any]]:
 PATIENCE_S = 30.0  # a machine may be busy with other things
 
 
-@pytest.fixture(autouse=True)
-def last_words_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late libzmq's thread is; a worker that ends waits half a second."""
-    monkeypatch.setattr("wire.heartbeat.LAST_WORD_MS", int(1000 * PATIENCE_S))
-
-
 def collect(inbox: Inbox, seconds: float) -> list[Status]:
     """What comes within that time."""
     found: list[Status] = []
