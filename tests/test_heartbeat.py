@@ -107,7 +107,7 @@ def test_it_beats_while_the_loop_computes_and_repeats_the_last_word(context: zmq
     beats = heartbeat.sent - before
     heartbeat.close()
     assert beats >= 6
-    assert all(beat.load == {"queued": 7} for beat in await_word(inbox, is_gone))
+    assert all(word.load == {"queued": 7} for word in collect(inbox, 0.2))
     inbox.close()
 
 
