@@ -38,11 +38,13 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
 
 @contextmanager
 def running(model: str = TINY, *, prefill: int = 1, decode: int = 1, **arguments: str) -> Iterator[Server]:
-    """A served `model` on a free port; `arguments` are LocalConfig's (router_args, prefill_args, decode_args)."""
+    """A served `model` on a free port; `arguments` are LocalConfig's (router_args, prefill_args, decode_args). No worker is
+    taken for dead because a machine is busy: a test that ends one says after how long that is to be noticed."""
     timeout_s = 300 if DEVICE == "cpu" else 900  # a GPU compiles its kernels first
     if DEVICE == "cuda":  # as many pages as on a CPU: what is free is not a system's alone, tests run several
         for pool in ("prefill_args", "decode_args"):
             arguments[pool] = f"--num-pages 1024 {arguments.get(pool, '')}"
+    arguments["router_args"] = f"--dead-after-s {PATIENCE_S} {arguments.get('router_args', '')}"
     system = System(LocalConfig(model, port=0, prefill=prefill, decode=decode, device=DEVICE, timeout_s=timeout_s, **arguments))
     try:
         yield Server(system.start(), system)

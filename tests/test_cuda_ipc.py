@@ -344,7 +344,7 @@ def test_what_is_still_being_computed_holds_up_nobody_else(path: str) -> None:
         sender.write(other.address(), (8, 0), table([Span("page", 2, 6, 0, PAGE)]))  # mark 1
         sender.write(receiver.address(), KEY, table([Span("page", 1, 5, 0, PAGE)]))  # mark 2
         assert [event.key for event in collect(sender, len)] == [(8, 0)]
-        begin, begin_s = turns[0], time.monotonic()
+        begin_s, begin = time.monotonic(), turns[0]
         time.sleep(0.3)
         assert wait(lambda: turns[0] - begin > 3), "it comes by again and again"
         count, passed_ms = turns[0] - begin, 1e3 * (time.monotonic() - begin_s)

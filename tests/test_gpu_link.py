@@ -40,6 +40,7 @@ from tests.transfer_rig import (
     collect,
     of_type,
     place_table,
+    set_stall,
     small_arena,
     sums_by_hand,
     table,
@@ -65,8 +66,8 @@ def opener() -> Iterator[Opener]:
     """Opens transports over an arena, as if it were a device's ("d") or as the CPU's ("c"), and closes them."""
     opened: list[ThreadTransport] = []
 
-    def build(arena: Arena, kind: str = "d", path: str = "zeromq", stall_s: float = 30.0) -> ThreadTransport:
-        opened.append((DeviceTransport if kind == "d" else ThreadTransport)(arena, options=BulkOptions(path, stall_s=stall_s)))
+    def build(arena: Arena, kind: str = "d", path: str = "zeromq") -> ThreadTransport:
+        opened.append((DeviceTransport if kind == "d" else ThreadTransport)(arena, options=BulkOptions(path, stall_s=30.0)))
         return opened[-1]
 
     yield build
@@ -383,10 +384,11 @@ def test_what_was_to_be_fetched_is_not_sent_in_one_piece(opener: Opener, context
 
 def test_what_is_lost_in_the_middle_of_a_copy_is_said_when_that_is_over(opener: Opener, context: zmq.Context[Any]) -> None:
     """Its memory is somebody else's then."""
-    sender, peer = never_idle(opener(small_arena(), stall_s=2.0)), RawReceiver(context)
+    sender, peer = never_idle(opener(small_arena())), RawReceiver(context)
     stream_of(sender).copies_end.clear()
     sender.write(peer.address, KEY, table([page_span(1, 5)]))
     answer_until(peer, lambda: stream_of(sender).begun)
+    set_stall(sender, 0.5)
     assert wait(lambda: not sender.inner._outbound._peers), "it is given up"
     time.sleep(0.05)
     assert not of_type(sender.poll(), Lost)

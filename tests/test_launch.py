@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import re
@@ -42,7 +43,7 @@ def children_of(pid: int) -> list[int]:
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone, or going this very moment
         return False
 
 
@@ -166,9 +167,9 @@ def listening_ports(pid: int) -> list[int]:
     """Every TCP port a process listens on, from /proc."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)) if link.is_symlink() else None
-        if found:
-            inodes.add(found[1])
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if found := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)):
+                inodes.add(found[1])
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes]
 

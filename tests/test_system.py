@@ -213,7 +213,7 @@ def test_a_worker_killed_under_load_loses_nothing(victim: str, stops_after_s: fl
     specs = list(request_specs(12, seed=21))
     for spec in specs:
         spec["max_tokens"] += 30
-    with running(prefill=2, decode=2) as server:
+    with running(prefill=2, decode=2, router_args="--dead-after-s 3") as server:
         solo = [texts(server.complete(**spec), spec) for spec in specs]
 
         async def work(session: aiohttp.ClientSession) -> list[Reply]:

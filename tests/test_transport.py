@@ -86,6 +86,7 @@ from tests.transfer_rig import (
     of_type,
     place_table,
     rigged_transport,
+    set_stall,
     small_arena,
     sums_by_hand,
     table,
@@ -572,6 +573,8 @@ def test_fuzz_of_the_bulk_port(zeromq_opener: Opener, context: zmq.Context[Any])
         return receiver.counters()["bad_frames"] + receiver.counters()["repeated_frames"]
 
     assert wait(lambda: dropped() > sent / 2)
+    receiver.revoke(KEY)
+    drained(receiver, KEY)  # nothing lands any more
     before_pages[5], before_pages[9], before_slots[3] = target.pages[5], source.pages[1], target.slots[3]
     assert torch.equal(target.pages, before_pages)
     assert torch.equal(target.slots, before_slots)
@@ -772,12 +775,15 @@ def test_every_frame_of_a_chunk_is_ours_until_libzmq_is_done_with_it() -> None:
 
 
 _CLOSING = """
-import random, socket, threading, time, zmq
+import os, random, socket, threading, time, zmq
+from kvtransfer.transports import outbound
 from kvtransfer.transports.outbound import Lane, close_lane
+outbound.RECONNECT_MS = 600_000  # a connection lingers for half as long, and no thread here is as late
 context, listener, data = zmq.Context(), socket.create_server(("127.0.0.1", 0)), bytes(8 << 20)
 greeting = b"\\xff" + bytes(8) + b"\\x7f\\3\\0" + b"NULL".ljust(20, b"\\0") + bytes(32)
 for _ in range(300):
     dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.RECONNECT_IVL, outbound.RECONNECT_MS)
     monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     dealer.connect("tcp://127.0.0.1:%d" % listener.getsockname()[1])
     dealer.send_multipart([b"header", data, data, b"end"], copy=False)
@@ -791,7 +797,8 @@ for _ in range(300):
     time.sleep(max(0.0, -early_s))
     close_lane(Lane(dealer, monitor))
     closing.join()
-print("alive")
+print("alive", flush=True)
+os._exit(0)  # nobody waits for what lingers
 """
 
 
@@ -992,7 +999,7 @@ def test_the_arena_is_not_read_after_drained(zeromq_opener: Opener, context: zmq
 def test_a_peer_that_is_gone_after_a_cancel_gives_the_memory_back(
     zeromq_opener: Opener, context: zmq.Context[Any], dead: bool
 ) -> None:
-    sender, peer = zeromq_opener(small_arena(), stall_s=2.0), RawReceiver(context)
+    sender, peer = zeromq_opener(small_arena()), RawReceiver(context)
     sender.write(peer.address, KEY, table([page_span(1, 1)]))
     peer.take()
     sender.cancel(KEY)
@@ -1000,6 +1007,8 @@ def test_a_peer_that_is_gone_after_a_cancel_gives_the_memory_back(
     assert sender.poll() == [], "the bytes are under way, and not acknowledged"
     if dead:
         peer.socket.close()
+    else:
+        set_stall(sender, 1.0)
     assert collect(sender, len) == [Drained(KEY)]
 
 
@@ -1044,7 +1053,7 @@ def test_a_peer_that_does_not_drain_costs_bounded_memory_and_no_time(zeromq_open
     begin_s = time.monotonic()
     for _ in range(400):
         sender.write(peer.address, KEY, table([big_span(1, 1)]))
-    assert time.monotonic() - begin_s < 10
+    assert time.monotonic() - begin_s < PATIENCE_S
     got = len(peer.next()[0].spans)
     time.sleep(0.5)
     assert resident_bytes() - before < 80 << 20  # of 400
@@ -1095,10 +1104,11 @@ def test_an_unreachable_peer_is_lost_after_the_stall_time_and_a_later_write_conn
     sender.write(address, KEY, table([page_span(1, 1)]))
     sender.write(address, (8, 0), table([page_span(1, 1)]))
     events = collect(sender, lambda events: len(events) == 2)
-    assert 1.5 < time.monotonic() - begin_s < 15
+    assert time.monotonic() - begin_s > 1.5
     assert {(type(event), event.key) for event in events} == {(Lost, KEY), (Lost, (8, 0))}
     assert re.search(r" took nothing for \d+\.\d s$", of_type(events, Lost)[0].reason)
     assert sender.links() == {}
+    set_stall(sender, PATIENCE_S)
     peer = RawReceiver(context, address)  # it is back
     sender.write(address, (9, 0), table([page_span(2, 1)]))
     chunk, payload = peer.next()
@@ -1110,7 +1120,8 @@ def test_an_unreachable_peer_is_lost_after_the_stall_time_and_a_later_write_conn
 def test_a_chunk_that_is_never_answered_is_sent_again_though_others_are_answered(zeromq_opener: Opener) -> None:
     """Its header was changed on the way, so that the receiver cannot say a word to it."""
     source, target = big_arena(), big_arena()
-    sender, receiver = zeromq_opener(source, stall_s=3.0), zeromq_opener(target)
+    stall_s = 2.0 * PATIENCE_S  # it seems to have passed when the test says so
+    sender, receiver = zeromq_opener(source, stall_s=stall_s), zeromq_opener(target)
     source.pages[1].fill_(1)
     key, broken = (123_456_789, 0), list[bytes]()
 
@@ -1124,16 +1135,20 @@ def test_a_chunk_that_is_never_answered_is_sent_again_though_others_are_answered
     proxy = Proxy(receiver.address(), tamper)
     receiver.expect(key, 1, [1])
     sender.write(proxy.address, key, table([big_span(1, 1)]))
-    events, rid, end_s = list[Event](), 100, time.monotonic() + 20.0
+    events, rid, end_s = list[Event](), 100, time.monotonic() + PATIENCE_S
     while key not in [event.key for event in events]:
         assert time.monotonic() < end_s, "others are served, and it hangs"
         receiver.expect((rid, 0), 1, [2])
         sender.write(proxy.address, (rid, 0), table([big_span(2, 2)]))
         events += collect(sender, len)
         receiver.revoke((rid, 0))
+        if rid in (103, 106):
+            assert broken and key not in [event.key for event in events]
+            (peer,) = sender.inner._outbound._peers.values()
+            peer.lanes[0].moved_s -= 0.6 * stall_s  # those that are answered meanwhile do not make it any younger
         rid += 1
         time.sleep(0.02)
-    assert broken and rid > 101 and not of_type(events, Lost)
+    assert rid > 106 and not of_type(events, Lost)
     assert torch.equal(target.pages[1], source.pages[1])
     proxy.close()
 
@@ -1183,7 +1198,7 @@ sys.stdin.read()
 
 
 def test_a_peer_killed_in_the_middle_is_lost_and_others_go_on(zeromq_opener: Opener) -> None:
-    sender, receiver = zeromq_opener(big_arena(), stall_s=3.0), zeromq_opener(big_arena())
+    sender, receiver = zeromq_opener(big_arena()), zeromq_opener(big_arena())
     command = [sys.executable, "-c", VICTIM]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as victim:
         assert victim.stdout is not None
@@ -1194,9 +1209,9 @@ def test_a_peer_killed_in_the_middle_is_lost_and_others_go_on(zeromq_opener: Ope
     receiver.expect((8, 0), 1, [2])
     sender.write(receiver.address(), (8, 0), table([big_span(1, 2)]))
     collect(receiver, len)
-    events = collect(sender, lambda events: of_type(events, Lost))
-    assert [event.key for event in of_type(events, Lost)] == [KEY]
-    assert (8, 0) in [event.key for event in of_type(events, Wrote)]
+    assert [(type(event), event.key) for event in collect(sender, len)] == [(Wrote, (8, 0))]
+    set_stall(sender, 1.0)
+    assert [(type(event), event.key) for event in collect(sender, len)] == [(Lost, KEY)]
 
 
 # --- the engine as a process of its own, as workers have it
@@ -1330,7 +1345,7 @@ def test_the_arena_of_a_process_that_is_gone_is_let_go_and_that_of_a_living_one_
             assert f" {inode} " in Path("/proc/self/maps").read_text()
         assert wait(lambda: not maps(dying.memory_name, receiver)), "it would keep its gigabytes for ever"
         assert maps(living.memory_name, receiver)
-        assert f" {inode} " not in Path("/proc/self/maps").read_text()
+        assert wait(lambda: f" {inode} " not in Path("/proc/self/maps").read_text())
     receiver.close()
 
 
@@ -1486,18 +1501,20 @@ def test_a_link_that_stalls_longer_than_it_may_loses_what_waited_and_serves_agai
 ) -> None:
     """The same at 60 s by default settings: what counts is that the stall is longer than `stall_s`."""
     source, target = small_arena(seed=1), small_arena(seed=2)
-    sender, receiver = zeromq_opener(source, stall_s=1.5), zeromq_opener(target)
+    sender, receiver = zeromq_opener(source), zeromq_opener(target)
     proxy = Proxy(receiver.address())
     receiver.expect(KEY, 3, [5, 6])
     sender.write(proxy.address, KEY, table([page_span(1, 5)]))
     collect(receiver, len)
     collect(sender, len)
     proxy.open.clear()
+    set_stall(sender, 1.5)
     sender.write(proxy.address, KEY, table([page_span(2, 6)]))
     time.sleep(seconds)
     assert [type(event) for event in collect(sender, len)] == [Lost]
     receiver.revoke(KEY)
     drained(receiver, KEY)
+    set_stall(sender, PATIENCE_S)
     proxy.open.set()
     healed_s = time.monotonic()
     receiver.expect((7, 1), 3, [6])
@@ -1562,20 +1579,21 @@ def test_the_benchmark_with_a_key_takes_no_orders_without_it(tmp_path: Path) -> 
 
 
 def test_control_round_trips_come_back_to_the_host_that_is_advertised(context: zmq.Context[Any]) -> None:
-    there, stop = Inbox(context), threading.Event()
+    there, stop, trips = Inbox(context), threading.Event(), list[float]()
     source = Source.__new__(Source)
     source._config, source._context = BenchConfig(host="127.0.0.3", advertise="localhost"), context
     source._there = there.address
-    pinger = threading.Thread(target=source.round_trips, args=[stop])
+    pinger = threading.Thread(target=lambda: trips.extend(source.round_trips(stop)))
     pinger.start()
-    assert there.wait(PATIENCE_S)
-    stop.set()
-    offer = next(there.drain())  # it asks again when nobody answers for long
-    assert offer.prefill_inbox.startswith("tcp://localhost:")
     outbox = Outbox(context)
-    outbox.send(offer.prefill_inbox.replace("localhost", "127.0.0.3"), Abort(1, 0))
-    pinger.join(4)  # less than it would wait for an answer
-    assert not pinger.is_alive(), "it listens where it was told to"
+    for _ in range(2):  # it asks again when it was answered, or when nobody answers for long: then the first answer is there
+        assert there.wait(PATIENCE_S)
+        offer = next(there.drain(limit=1))
+        assert offer.prefill_inbox.startswith("tcp://localhost:")
+        outbox.send(offer.prefill_inbox.replace("localhost", "127.0.0.3"), Abort(1, 0))
+    stop.set()
+    pinger.join(PATIENCE_S)
+    assert not pinger.is_alive() and trips, "it listens where it was told to"
     outbox.close()
     there.close()
 

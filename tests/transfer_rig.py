@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -243,6 +243,13 @@ class Faultless(FaultyTransport):
     def __init__(self, inner: ThreadTransport) -> None:
         super().__init__(inner, Faults())
         self.inner = inner.inner
+
+
+def set_stall(transport: Any, stall_s: float) -> None:
+    """From now on a peer may take nothing for so long. A test that waits for the end of it sets it when the peer has got as far
+    as it is to get: before that, a busy machine may be as slow as it likes."""
+    outbound = transport.inner._outbound
+    outbound._options = replace(outbound._options, stall_s=stall_s)
 
 
 def rigged_transport(arena: Arena, path: str, stall_s: float = 30.0, lanes: int = 1) -> ThreadTransport | Faultless:
