@@ -124,9 +124,7 @@ class Scheduler:
         if prompt.samples and prompt.kv is not None:
             self._send(prompt.message.decode_inbox, message)
         if not prompt.samples:
-            self._say_last(prompt, Abort(*key))
-            self._metrics.add("aborts")
-            self._release(prompt)
+            self._drop(prompt)
 
     # --- one turn of the loop
 
@@ -137,6 +135,9 @@ class Scheduler:
                 self.pool.drop(self.draining.pop(event.key))
             prompt = self._find(event.key)
             if prompt is None or isinstance(event, Freed):
+                continue
+            if isinstance(event, SendLost) and event.closed:  # its word is on its way to us; lost, two reports show that
+                self._drop(prompt)
                 continue
             if isinstance(event, SendLost):
                 self._metrics.add("transfers_broken")
@@ -248,6 +249,12 @@ class Scheduler:
     def _push(self, prompt: Prompt, final: bool) -> None:
         assert prompt.kv is not None
         self._sender.push(prompt.key, prompt.kv.pages, prompt.kv.slot, prompt.computed, final)
+
+    def _drop(self, prompt: Prompt) -> None:
+        """Ends a prompt that somebody else gave up, who says so to the router."""
+        self._say_last(prompt, Abort(*prompt.key))
+        self._metrics.add("aborts")
+        self._release(prompt)
 
     def _fail(self, prompt: Prompt, cause: str, reason: str, retryable: bool) -> None:
         """Ends a prompt with a message to the router, and to decode if that has been told of it."""

@@ -941,8 +941,8 @@ def test_what_the_peer_does_not_take_is_lost_at_once(
     sender.write(peer.address, KEY, table([page_span(1, 1)]))
     assert peer.chunk(status) is not None
     (lost,) = collect(sender, len)
-    assert isinstance(lost, Lost)
-    assert word in lost.reason
+    assert isinstance(lost, Lost) and not lost.corrupt
+    assert word in lost.reason and lost.closed == (status == LATE)
 
 
 def test_the_arena_is_not_read_after_an_answer_that_comes_too_early(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:

@@ -41,11 +41,12 @@ class Landed:
 @dataclass(frozen=True, slots=True)
 class Lost:
     """Nothing of `key` can be sent any more: what was queued is dropped, and our memory is not read for it any more.
-    `corrupt`: other bytes arrived than were sent."""
+    `corrupt`: other bytes arrived than were sent. `closed`: the peer's owner had closed the window, and knows why."""
 
     key: Key
     reason: str
     corrupt: bool = False
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,10 +138,10 @@ class Jobs:
     def closing(self) -> bool:
         return bool(self._closing)
 
-    def lose(self, key: Key, reason: str, corrupt: bool = False) -> None:
+    def lose(self, key: Key, reason: str, corrupt: bool = False, closed: bool = False) -> None:
         """A hand-off with a hole is of no use: drops all of it."""
         if key not in self._ending:
-            self._end(key, Lost(key, reason, corrupt))
+            self._end(key, Lost(key, reason, corrupt, closed))
 
     def lose_peer(self, peer: str, reason: str) -> None:
         """Drops every hand-off that something waits of for `peer`."""

@@ -377,8 +377,8 @@ class Outbound:
                 self._measured(peer, now_s)
             return
         if ack.status != LANDED:
-            why = _REFUSALS[ack.status]
-            self._jobs.lose(piece.job.key, f"{peer.address} {why} of this hand-off", ack.status == CORRUPT)
+            why = f"{peer.address} {_REFUSALS[ack.status]} of this hand-off"
+            self._jobs.lose(piece.job.key, why, corrupt=ack.status == CORRUPT, closed=ack.status == LATE)
             self._jobs.release(piece)
         else:
             self._counters.add("bulk_bytes_sent", piece.num_bytes)
