@@ -46,6 +46,7 @@ class Piece:
     spans: Spans
     num_bytes: int
     sums: bool | None = None  # see `Chunk`; once it was sent
+    fetched: bool = False  # by the peer, and not sent along; once it was sent
     made: Callable[[], int] = lambda: 0  # waits for the digest
     digest: int = 0
     landed: bool = False

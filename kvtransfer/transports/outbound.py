@@ -315,7 +315,9 @@ class Outbound:
         if not name and piece.num_bytes > CHUNK_BYTES and len(piece.spans) > 1:  # it would break every connection it goes over
             raise ValueError("its peer has changed the path meanwhile, and this one takes smaller chunks")
         if piece.sums is None:  # anybody may welcome us the next time: a nonce under two headers would give the seal away
-            piece.sums = peer.device or isinstance(self._memory, DeviceMemory)
+            piece.sums, piece.fetched = peer.device or isinstance(self._memory, DeviceMemory), bool(name)
+        if piece.job.seal is not None and piece.fetched != bool(name):  # it may have landed, with the digest of the other path
+            raise ValueError("its peer has changed the path meanwhile, and a sealed chunk has another digest on each")
         header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name, sums=piece.sums))
         make = self._packer.reference if name else self._packer.payload
         return make(piece, header, piece.sums)
