@@ -464,7 +464,7 @@ class HandTransport:
 
     def deliver(self, frames: list[bytes]) -> None:
         answers: Any = self
-        self.inbound._answer([memoryview(frame) for frame in frames], b"peer")
+        self.inbound._answer([memoryview(frame) for frame in frames], zmq.Frame(b"peer"))
         self.inbound.settle(answers, idle=True)
 
     def send_multipart(self, frames: list[bytes], flags: int) -> None:

@@ -48,6 +48,7 @@ from kvtransfer.transports.frame import (
     MAX_SPANS,
     PATHS,
     REFUSED,
+    VERSION,
     Ack,
     BadFrame,
     Chunk,
@@ -61,6 +62,7 @@ from kvtransfer.transports.frame import (
     unpack_ack,
     unpack_chunk,
     unpack_hello,
+    unpack_other,
     unpack_welcome,
 )  # fmt: skip
 from kvtransfer.transports.jobs import Job, Jobs
@@ -506,7 +508,7 @@ def test_a_hello_that_lies_about_its_memory_gets_the_slow_path(context: zmq.Cont
     receiver.close()
 
 
-@pytest.mark.parametrize("unpack", [unpack_hello, unpack_welcome, unpack_chunk, unpack_ack])
+@pytest.mark.parametrize("unpack", [unpack_hello, unpack_welcome, unpack_other, unpack_chunk, unpack_ack])
 @given(data=st.binary(max_size=120))
 @settings(max_examples=200, deadline=None)
 def test_unpack_raises_nothing_but_bad_frame(unpack: Callable[[bytes], Any], data: bytes) -> None:
@@ -1415,6 +1417,50 @@ def test_no_chunk_has_more_frames_than_it_may(zeromq_opener: Opener) -> None:
     receiver.expect(KEY, 1, [2])
     sender.write(receiver.address(), KEY, table(spans))
     assert [type(event) for event in collect(sender, len)] == [Wrote]
+
+
+def test_a_receiver_of_another_version_is_not_waited_for_and_serves_once_it_is_ours(
+    zeromq_opener: Opener, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtransfer.transports.outbound.RETEST_S", 0.2)
+    sender, peer = zeromq_opener(small_arena()), RawReceiver(context)
+    sender.write(peer.address, KEY, table([page_span(1, 1)]))
+    assert peer.socket.poll(1000 * PATIENCE_S)
+    identity, hello = peer.socket.recv_multipart()
+    for junk in (b"pdV1", b"pdV1pdH", b"pdV1" + hello[:4], b"pdV1pd\n5", b"pdV1pdH55"):
+        peer.socket.send_multipart([identity, junk])
+    assert wait(lambda: bad_frames(sender) == 5) and sender.poll() == []
+    begin_s = time.monotonic()
+    peer.socket.send_multipart([identity, b"pdV1pdH5"])
+    (lost,) = collect(sender, len)
+    assert time.monotonic() - begin_s < 5, "and not when it has stood still for long enough"
+    reason = f"speaks another version (pdH5, we speak {VERSION.decode()}): upgrade so that both are the same"
+    assert isinstance(lost, Lost) and reason in lost.reason
+    assert reason in sender.links()[peer.address].reason and not sender.links()[peer.address].usable
+    assert reason in caplog.text
+    sender.write(peer.address, (8, 0), table([page_span(1, 1)]))
+    assert isinstance(collect(sender, len)[0], Lost), "at once"
+    time.sleep(0.3)
+    sender.write(peer.address, (9, 0), table([page_span(1, 1)]))
+    assert peer.next()[0].key == (9, 0)
+    assert [type(event) for event in collect(sender, len)] == [Wrote]
+
+
+def test_a_sender_of_another_version_is_told_so_and_the_log_once(
+    zeromq_opener: Opener, context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver = zeromq_opener(small_arena())
+    peer = RawSender(context, receiver.address())
+    questions = [[b"pdH5" + bytes(4)], [b"pdH3" + bytes(100)], [b"pdHA" + bytes(70)]]
+    for question in [[b"pdH5"], [b"pdH5abc"], [b"pdH\n" + bytes(70)], [b"pdX5" + bytes(70)], *questions]:
+        peer.socket.send_multipart(question)
+    for question in questions:
+        assert peer.socket.poll(1000 * PATIENCE_S)
+        answer = peer.socket.recv()
+        assert answer == b"pdV1" + VERSION and len(answer) <= len(question[0])
+    assert wait(lambda: bad_frames(receiver) == 7) and not peer.socket.poll(100)
+    (line,) = [record.getMessage() for record in caplog.records if "another version" in record.getMessage()]
+    assert f"sender at 127.0.0.1: it speaks another version (pdH5, we speak {VERSION.decode()})" in line
 
 
 def test_a_peer_that_answers_at_length_is_cut_off(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:

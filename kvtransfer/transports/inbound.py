@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,15 +25,19 @@ from kvtransfer.transports.frame import (
     MAX_FRAMES,
     REFUSED,
     SPOKEN,
+    VERSION,
     Ack,
     BadFrame,
     Chunk,
     Hello,
     Welcome,
     pack_ack,
+    pack_other,
     pack_welcome,
     unpack_chunk,
     unpack_hello,
+    version_of,
+    versions,
 )  # fmt: skip
 from kvtransfer.transports.memory import CpuMemory, DeviceMemory, DevicePeer, Memory, Rows, shared_rows
 from kvtransfer.transports.seal import BrokenSeal, Seal
@@ -44,6 +50,7 @@ _REMEMBERED = 4096  # closed windows: what is under way when one closes comes so
 _MAX_MAPPED = 64  # arenas of living peers; one more travels over the network path
 _LOOK_S = 1.0  # how often it is seen to that the owners of mapped arenas still live
 _SCRATCH_BYTES = 4 << 20
+_WARN_EVERY_S = 60.0
 _log = logging.getLogger("kvtransfer")
 
 
@@ -86,6 +93,7 @@ class Inbound:
         self._looked_s = 0.0
         self._landings: deque[_Landing] = deque()  # in the order in which they end
         self._draining: list[Key] = []  # revoked, while something is copied for them
+        self._warned_s = -math.inf
         self._scratch = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
 
     def expect(self, key: Key, slot: int, pages: Sequence[int], mark: int, secret: bytes) -> None:
@@ -142,17 +150,20 @@ class Inbound:
             except zmq.Again:
                 return
             before_landing()
-            reply = self._answer([frame.buffer for frame in frames], identity.bytes)
+            reply = self._answer([frame.buffer for frame in frames], identity)
             if reply:
                 socket.send_multipart([identity.bytes, reply], zmq.NOBLOCK)
 
-    def _answer(self, frames: list[memoryview], identity: bytes) -> bytes:
+    def _answer(self, frames: list[memoryview], identity: zmq.Frame) -> bytes:
         """The reply to one message, b"" when it deserves none, or not yet."""
         header = bytes(frames[0]) if frames else b""
         try:
-            if header[:4] == b"pdH4":
+            version = version_of(header)
+            if version == VERSION:
                 welcome = self._welcome(unpack_hello(header))
                 return pack_welcome(replace(welcome, device=isinstance(self._memory, DeviceMemory)))
+            if version:
+                return self._turn_away(version, identity)
             chunk = unpack_chunk(header)
         except BadFrame:
             self._counters.add("bad_frames")
@@ -160,7 +171,7 @@ class Inbound:
         try:
             if len(frames) > 1 + MAX_FRAMES:
                 raise BadFrame(f"{len(frames) - 1} frames of payload")
-            status = self._probe(chunk, frames[1:]) if chunk.probe else self._land(chunk, header, frames[1:], identity)
+            status = self._probe(chunk, frames[1:]) if chunk.probe else self._land(chunk, header, frames[1:], identity.bytes)
         except BadFrame as error:
             self._counters.add("bad_frames")
             status = CORRUPT if isinstance(error, BrokenSeal) else REFUSED
@@ -168,6 +179,15 @@ class Inbound:
             _log.exception("a chunk of hand-off %s cannot be landed", chunk.key)
             status = REFUSED
         return b"" if status is None else pack_ack(Ack(chunk.number, status))
+
+    def _turn_away(self, version: bytes, identity: zmq.Frame) -> bytes:
+        """A sender of another version is told so, instead of leaving it to wait for a WELCOME."""
+        self._counters.add("bad_frames")
+        now_s = time.monotonic()
+        if now_s - self._warned_s >= _WARN_EVERY_S:  # it greets again and again
+            self._warned_s = now_s
+            _log.warning("no KV is taken from a sender at %s: it speaks %s", identity.get("Peer-Address"), versions(version))
+        return pack_other()
 
     def _welcome(self, hello: Hello) -> Welcome:
         """Which path a new peer's bytes are to take: the fast one when its memory can be mapped."""

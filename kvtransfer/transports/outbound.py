@@ -28,6 +28,7 @@ from kvtransfer.transports.frame import (
     LANDED,
     LATE,
     MAX_REPLY_BYTES,
+    OTHER,
     REFUSED,
     SPOKEN,
     BadFrame,
@@ -36,7 +37,9 @@ from kvtransfer.transports.frame import (
     pack_chunk,
     pack_hello,
     unpack_ack,
+    unpack_other,
     unpack_welcome,
+    versions,
 )  # fmt: skip
 from kvtransfer.transports.jobs import Job, Jobs, Piece
 from kvtransfer.transports.memory import DeviceMemory, Memory
@@ -206,6 +209,12 @@ class Outbound:
         if peer.link is None or peer.link.path != peer.path or not peer.link.usable:
             self._test(peer, now_s)
 
+    def _turned_away(self, peer: Peer, frame: bytes, now_s: float) -> None:
+        theirs = unpack_other(frame)
+        if peer.path:
+            raise BadFrame("another version, of who has welcomed us")
+        self._tested(peer, Link("", 0.0, f"{peer.address} speaks {versions(theirs)}", False), now_s)
+
     def _test(self, peer: Peer, now_s: float) -> None:
         """Sends page 0, which is nobody's, a few times over all connections; the last answer ends the test."""
         row_bytes = self._hello.rows["page"][1]
@@ -358,6 +367,8 @@ class Outbound:
                 frame = frames[0]
                 if frame.startswith(b"pdW2"):
                     self._welcomed(peer, frame, now_s)
+                elif frame.startswith(OTHER):
+                    self._turned_away(peer, frame, now_s)
                 else:
                     self._acked(peer, lane, frame, now_s)
             except BadFrame:
