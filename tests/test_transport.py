@@ -39,7 +39,7 @@ from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Tra
 from kvtransfer.transports.bulk import BulkTransport, _keep_freed_memory
 from kvtransfer.transports.channel import REASON_BYTES, Channel, channel_pair, unpack_event
 from kvtransfer.transports.counters import Counters
-from kvtransfer.transports.cuda import CudaMemory, SideStream
+from kvtransfer.transports.cuda import _MARKS, CudaMemory, SideStream
 from kvtransfer.transports.engine import Engine, Site
 from kvtransfer.transports.frame import (
     LANDED,
@@ -1479,6 +1479,8 @@ def test_a_mark_that_is_forgotten_waits_for_a_later_one() -> None:
     old, new = object(), object()
     stream._events, stream._newest = {8: old, 9: new}, 9  # type: ignore[dict-item]
     assert [stream._event(mark) for mark in (8, 9, 1)] == [old, new, new]
+    stream._newest = 8 + _MARKS // 2
+    assert stream._event(1) is old, "of which it is sooner known that it is reached"
 
 
 def test_an_engine_in_a_thread_keeps_what_libzmq_frees() -> None:
