@@ -42,6 +42,8 @@ from wire.options import option, parse
 from wire.sockets import Inbox, Outbox, open_context
 from wire.worker import SWITCH_INTERVAL_S
 
+MOST_TRIES = 20  # of a hand-off: when so many of them break, by injected faults, the next ones will too
+SAY_S = 10.0  # what takes so long is said, and again each so many seconds
 PATHS = ("zeromq", "shm", "cuda_ipc", "auto")
 
 
@@ -159,6 +161,7 @@ class Source:
         self._inbox, self._outbox = self._new_inbox(), Outbox(self._context)
         self._sender, self._there = Sender(self.arena, self.transport, sealed), there["inbox"]
         self._rid, self.broken, self._injecting = 0, 0, bool(config.inject)
+        self._tries: dict[Key, int] = {}  # that broke, of the hand-off that each key makes once more
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self.transport.fileno(), zmq.POLLIN)
@@ -166,10 +169,15 @@ class Source:
     def hand_off(self, length: int, requests: int) -> tuple[float, list[float], int]:
         """(seconds for all, seconds of each, bytes of one) of `requests` hand-offs that start at once."""
         begin_s, latencies, num_bytes = time.perf_counter(), [], 0
+        say_s = begin_s + SAY_S
         keys = {self._open(length) for _ in range(requests)}
         while keys:
             ready = self._poller.poll(10 if self._injecting else 30_000)  # what a fault holds back leaves when it is polled
             assert ready or self._injecting, f"nothing happens: {self.transport.links()}"
+            if time.perf_counter() >= say_s:
+                missing = f"{len(keys)} of {requests} hand-offs of {length} tokens are not there"
+                print(f"after {say_s - begin_s:.0f} s {missing}; broken so far: {self.broken}", file=sys.stderr, flush=True)
+                say_s += SAY_S
             for message in self._inbox.drain():
                 match message:
                     case Grant():
@@ -180,7 +188,7 @@ class Source:
                     case Failed():
                         keys = self._try_again(keys, (message.rid, message.attempt), message.reason, length)
             for end in self._sender.poll():
-                if isinstance(end, SendLost):
+                if isinstance(end, SendLost) and not end.closed:  # of that the other side says so itself
                     self._outbox.send(self._there, Abort(*end.key))
                     keys = self._try_again(keys, end.key, end.reason, length)
                 if isinstance(end, Sent):
@@ -193,7 +201,13 @@ class Source:
         if not self._injecting:
             raise RuntimeError(reason)
         self.broken += 1
-        return (keys - {key}) | {self._open(length)}
+        tries = self._tries.pop(key, 0) + 1
+        if tries >= MOST_TRIES:
+            with_so_many = f"with --inject {self._config.inject} nothing can be measured; inject less"
+            raise SystemExit(f"a hand-off of {length} tokens broke {tries} times, the last time since {reason}: {with_so_many}")
+        again = self._open(length)
+        self._tries[again] = tries
+        return (keys - {key}) | {again}
 
     def _open(self, length: int) -> Key:
         self._rid += 1
@@ -390,7 +404,7 @@ def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int
     contexts = [int(context) for context in config.contexts.split(",")]
     layout, rows = flash_layout(), []
     source = Source(config, path, lanes, max(128, layout.pages_for(max(contexts))), target)
-    with busy_python(config.busy):
+    with contextlib.closing(source), busy_python(config.busy):
         for context in contexts:
             for requests in map(int, config.requests.split(",")):
                 if layout.pages_for(context) * requests * layout.page_bytes / 1e9 <= config.most_gb:
@@ -401,7 +415,6 @@ def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int
         counters = source.transport.counters()
         injected = [f"{count} {name}" for name, count in counters.items() if name.startswith("injected_") and count]
         print(f"{', '.join(injected) or 'no fault'}; {source.broken} hand-offs were broken and made again", flush=True)
-    source.close()
     return rows
 
 

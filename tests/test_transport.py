@@ -1609,6 +1609,18 @@ def test_the_benchmark_with_a_key_takes_no_orders_without_it(tmp_path: Path) -> 
             server.terminate()
 
 
+def test_a_benchmark_that_injects_too_much_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And before that, that it still tries."""
+    monkeypatch.setattr("scripts.bench_kvtransfer.MOST_TRIES", 2)
+    monkeypatch.setattr("scripts.bench_kvtransfer.SAY_S", 0.5)
+    config = BenchConfig(contexts="256", requests="3", lanes="1", paths="shm", repeats=1, inject="drop=1")
+    with pytest.raises(
+        SystemExit, match=r"of 256 tokens broke 2 times, .* spans missing .*--inject drop=1 nothing can be measured"
+    ):
+        run(config, show=False)
+    assert "1 of 1 hand-offs of 256 tokens are not there; broken so far: 0" in capsys.readouterr().err
+
+
 def test_control_round_trips_come_back_to_the_host_that_is_advertised(context: zmq.Context[Any]) -> None:
     there, stop = Inbox(context), threading.Event()
     source = Source.__new__(Source)
