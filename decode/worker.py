@@ -48,7 +48,7 @@ class Worker:
         options = BulkOptions(config.transport, config.lanes, config.kv_floor)
         self._transport = open_transport(runner.arena, config.host, config.advertise, options)
         new_secret = make_secret if config.cluster_key else bytes
-        self._receiver = Receiver(runner.arena, self._transport, ARRIVAL_TIMEOUT_S, new_secret)
+        self._receiver = Receiver(runner.arena, self._transport, ARRIVAL_TIMEOUT_S, new_secret, self.name)
         identity, model = runner.identity(), runner.config
         pool = PagePool(len(runner.arena.pages), len(runner.arena.slots))
         limits = Limits(

@@ -126,6 +126,7 @@ class Sender:
             )
             return True
         handoff.granted_slot, handoff.address, handoff.secret = grant.slot, grant.address, grant.secret
+        self._transport.meet(grant.address, grant.worker)
         self._flush(handoff)
         return True
 

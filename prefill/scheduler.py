@@ -142,7 +142,8 @@ class Scheduler:
             if isinstance(event, SendLost):
                 self._metrics.add("transfers_broken")
                 cause = "corrupt" if event.corrupt else "transfer"
-                self._fail(prompt, cause, f"the KV could not be sent to decode: {event.reason}", retryable=True)
+                decode = prompt.message.decode_inbox
+                self._fail(prompt, cause, f"the KV could not be sent to the decode worker at {decode}: {event.reason}", True)
                 continue
             if not self._say_last(prompt, event.ready):
                 self._fail(prompt, "transfer", f"nothing can be sent to {prompt.message.decode_inbox!r}", retryable=True)

@@ -444,6 +444,8 @@ class HandTransport:
     def write(self, peer: str, key: Key, spans: Spans, secret: bytes = b"") -> None:
         self.waiting.append((key, spans))
 
+    def meet(self, peer: str, name: str) -> None: ...
+
     def cancel(self, key: Key) -> None:
         self.cancelled.append(key)
 

@@ -393,7 +393,7 @@ def test_a_lost_transfer_is_retryable(corrupt: bool, cause: str) -> None:
     bench.scheduler.settle([SendLost((0, 0), "peer stalled", corrupt), SendLost((9, 9), "unknown")], 0.0)
     failed = bench.messages(Failed)[0]
     assert (failed.cause, failed.retryable, failed.sample) == (cause, True, ALL_SAMPLES)
-    assert "peer stalled" in failed.reason and bench.nothing_held()
+    assert "the decode worker at decode: peer stalled" in failed.reason and bench.nothing_held()
 
 
 def test_what_decode_has_closed_is_let_go_without_a_word_to_the_router() -> None:

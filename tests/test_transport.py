@@ -1283,6 +1283,24 @@ def test_a_peer_below_the_floor_is_not_used_and_the_reason_is_said(caplog: pytes
     receiver.close()
 
 
+@pytest.mark.parametrize(("name", "who"), [("decode-1", "decode-1 at "), ("", ""), ("a\nb", ""), ("x" * 101, "")], ids=repr)
+def test_the_log_names_a_peer_unless_it_calls_itself_something_odd(
+    name: str, who: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.transports.bulk.MAX_PEERS", 2)
+    sender, receiver = thread_transport(small_arena()), thread_transport(small_arena())
+    receiver.expect(KEY, 3, [5])
+    for address in ("tcp://here:1", "tcp://here:2", receiver.address(), "tcp://here:3", receiver.address()):
+        sender.meet(address, name)
+    assert list(sender._names) == ["tcp://here:3", receiver.address()]
+    with caplog.at_level(logging.INFO):
+        sender.write(receiver.address(), KEY, table([page_span(1, 5)]))
+        collect(sender, len)
+    assert f"KV to {who}{receiver.address()} goes over zeromq" in caplog.text
+    sender.close()
+    receiver.close()
+
+
 OWNER = """
 import os, sys
 from kvtransfer.sharing import SharedMemory

@@ -7,6 +7,7 @@ last ones start the real processes on a golden checkpoint.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -589,6 +590,15 @@ def test_prefill_leaves_it_to_decode_to_say_why_decode_closed_a_hand_off() -> No
             router.until(lambda: router.counter(decode.address, "stale_aborts") == 1, "prefill's last word")
         assert not router.failed and router.counter(prefill.address, "aborts") == 1
         assert router.counter(prefill.address, "transfers_broken") == 0
+
+
+def test_the_log_names_the_worker_that_kv_goes_to(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
+        rid = router.ask(prefill.address, decode.address, prompt(30), GREEDY)
+        router.until(lambda: (rid, 0, 0) in router.finished, "the text")
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("KV to ")]
+    assert line.startswith(f"KV to {decode.worker.name} at tcp://127.0.0.1:")
 
 
 def test_a_worker_on_every_interface_is_reached_by_its_advertised_name() -> None:

@@ -98,6 +98,10 @@ class Transport(Protocol):
         """Closes the window. Drained follows, behind every Landed of `key`; also when there is no window."""
         ...
 
+    def meet(self, peer: str, name: str) -> None:
+        """Who it is that listens at `peer`: for the log, which otherwise knows its address alone."""
+        ...
+
     def write(self, peer: str, key: Key, spans: Spans, seal: bytes = b"") -> None:
         """Queues spans for the arena that listens at `peer`; ends in one Wrote, or one Lost for all writes of `key`.
 
