@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 import zmq
 
+from wire.codec import schema_digest
 from wire.curve import require_key
 from wire.heartbeat import Heartbeat
 from wire.messages import Refused, Status, pack_keys
@@ -184,7 +185,8 @@ class Presence:
     ) -> None:
         """Starts the heartbeat. `counts` gives what changes: the pool's pages and slots, queued, running; `live` the keys
         of all that is in hand."""
-        self._identity, self._counts, self._live, self._bulk = identity, counts, live, bulk
+        self._identity = {**identity, "messages": schema_digest()}  # of another version of us the router says so, at once
+        self._counts, self._live, self._bulk = counts, live, bulk
         self._facts = {
             "max_context": min(
                 self._config.longest(model.max_position_embeddings), counts()["total_pages"] * self._config.page_tokens
