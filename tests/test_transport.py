@@ -65,6 +65,7 @@ from kvtransfer.transports.frame import (
     unpack_other,
     unpack_welcome,
 )  # fmt: skip
+from kvtransfer.transports.inbound import _message
 from kvtransfer.transports.jobs import Job, Jobs
 from kvtransfer.transports.memory import Copying, CpuMemory, Task
 from kvtransfer.transports.outbound import CHUNK_BYTES, RETEST_S, _send_frames
@@ -1423,6 +1424,21 @@ def test_more_frames_than_a_chunk_has_are_refused(zeromq_opener: Opener, context
     for frames, status in ((MAX_FRAMES + 1, REFUSED), (MAX_FRAMES, LANDED)):
         peer.socket.send_multipart([header(KEY, [("page", 5, i, 1) for i in range(frames)], frames), *[b"x"] * frames])
         assert peer.status() == status
+
+
+def test_of_a_message_of_many_frames_no_more_are_kept_than_show_that(context: zmq.Context[Any]) -> None:
+    """Each would be an object of its own, for three bytes on the wire; the message behind it is read as ever."""
+    port: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    peer = RawSender(context, f"tcp://127.0.0.1:{port.bind_to_random_port('tcp://127.0.0.1')}")
+    for count in (MAX_FRAMES + 1, MAX_FRAMES + 2, 5000, 1):
+        peer.socket.send_multipart([b"%d" % number for number in range(count)])
+    for kept in (MAX_FRAMES + 1, MAX_FRAMES + 2, MAX_FRAMES + 2, 1):
+        assert port.poll(1000 * PATIENCE_S)
+        _, *frames = _message(port)
+        assert [frame.bytes for frame in frames] == [b"%d" % number for number in range(kept)]
+    with pytest.raises(zmq.Again):
+        _message(port)
+    port.close(linger=0)
 
 
 def test_no_chunk_has_more_frames_than_it_may(zeromq_opener: Opener) -> None:

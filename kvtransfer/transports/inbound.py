@@ -175,7 +175,7 @@ class Inbound:
                 time.sleep(_STILL_READ_MS / 1000)
                 return
             try:
-                identity, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity, *frames = _message(socket)
             except zmq.Again:
                 return
             before_landing()
@@ -327,6 +327,18 @@ class Inbound:
         if outside.any():
             raise BadFrame(f"{spoken(sources[outside][0])} is not inside the sender's memory")
         return mapped.memory
+
+
+def _message(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """The next one, behind who sent it; of what has too many frames for a chunk, no more than show that. Raises zmq.Again."""
+    frames = [socket.recv(zmq.NOBLOCK, copy=False)]
+    more = frames[0].more
+    while more:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        more = frame.more
+        if len(frames) < MAX_FRAMES + 3:
+            frames.append(frame)
+    return frames
 
 
 def _process_start(pid: int) -> str:
