@@ -617,6 +617,51 @@ def closed_by_peer(raw: socket.socket) -> bool:
     return True
 
 
+PASSWORD = ClusterKey.generate().password
+
+
+@pytest.mark.parametrize("kind", [BulkTransport, ThreadTransport], ids=["process", "thread"])
+@pytest.mark.parametrize("shown", [None, b"x" * 64, PASSWORD[:-1]], ids=["none", "another", "almost"])
+def test_a_stranger_says_nothing_at_a_port_with_a_password(
+    context: zmq.Context[Any], kind: type[BulkTransport], shown: bytes | None
+) -> None:
+    """And a member's connections are as ever, also those that are made again."""
+    receiver, sender = kind(small_arena(), password=PASSWORD), ThreadTransport(small_arena(seed=1), password=PASSWORD)
+    proxy = Proxy(receiver.address())
+    if shown is not None:
+        context.setsockopt(zmq.PLAIN_USERNAME, b"member")
+        context.setsockopt(zmq.PLAIN_PASSWORD, shown)
+    stranger = RawSender(context, receiver.address())
+    stranger.socket.send(b"junk")
+    assert wait(lambda: receiver.counters()["refused_peers"] > 0)
+    for page in (5, 6):
+        receiver.expect((page, 0), 3, [page])
+        sender.write(proxy.address, (page, 0), table([page_span(1, page)]))
+        assert [type(event) for event in collect(sender, len)] == [Wrote]
+        proxy.cut()
+    assert bad_frames(receiver) == 0 and sender.counters()["refused_peers"] == 0
+    proxy.close()
+    sender.close()
+    receiver.close()
+
+
+def test_who_sends_frames_without_end_is_cut_off_at_a_port_with_a_password() -> None:
+    """libzmq collects the frames of a message, however many, before anybody sees one: 64 bytes of memory for one of a byte."""
+    receiver = BulkTransport(small_arena(), password=PASSWORD)
+    assert receiver._process is not None
+    memory = Path(f"/proc/{receiver._process.pid}/statm")
+    before, raw, cut = int(memory.read_text().split()[1]), zmtp(receiver.address()), False
+    try:
+        for _ in range(300):  # which would be a gigabyte
+            raw.sendall(b"\1\1x" * 50_000)
+    except OSError:
+        cut = True
+    assert cut and wait(lambda: receiver.counters()["refused_peers"] == 1)
+    assert (int(memory.read_text().split()[1]) - before) * os.sysconf("SC_PAGE_SIZE") < 64 << 20
+    raw.close()
+    receiver.close()
+
+
 def test_an_oversize_frame_ends_that_connection_only(opener: Opener) -> None:
     source, target = small_arena(seed=1), small_arena(seed=2)
     sender, receiver = opener(source), opener(target)

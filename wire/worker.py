@@ -237,11 +237,11 @@ class Presence:
             self.metrics.set(name, value)
         bulk = dict(self._bulk.counters())
         self.metrics.total("bad_frames", self.inbox.bad_frames + bulk.pop("bad_frames", 0))
+        self.metrics.total("refused_peers", self.inbox.refused_peers + bulk.pop("refused_peers", 0))
         for name, amount in bulk.items():
             self.metrics.total(name, amount)
         for name, gauge in self._bulk.gauges().items():
             self.metrics.set(name, gauge)
-        self.metrics.total("refused_peers", self.inbox.refused_peers)
         self.metrics.total("dropped_messages", self.outbox.dropped)
         load = {**self._facts, **counts, "tokens_per_s": self._rate.per_s(now_s)}
         self._turn += 1

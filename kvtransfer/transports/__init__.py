@@ -124,7 +124,8 @@ class Transport(Protocol):
 
     def counters(self) -> Mapping[str, int]:
         """bad_frames: dropped, because not of this protocol, never expected, or not inside their window. late_frames:
-        dropped because their window had been closed, an abort's ordinary wake. And what else a transport counts."""
+        dropped because their window had been closed, an abort's ordinary wake. refused_peers: connections that were turned
+        away, for lack of the password. And what else a transport counts."""
         ...
 
     def links(self) -> Mapping[str, Link]:
@@ -151,11 +152,12 @@ class BulkOptions:
     stall_s: float = 10.0  # a peer that takes nothing for so long loses what is queued for it
 
 
-def open_transport(arena: Arena, host: str, advertise: str, options: BulkOptions) -> Transport:
-    """A transport for `arena`, listening on `host`; peers are told `advertise`, or `host` when that is empty.
+def open_transport(arena: Arena, host: str, advertise: str, options: BulkOptions, password: bytes = b"") -> Transport:
+    """A transport for `arena`, listening on `host`; peers are told `advertise`, or `host` when that is empty. With a `password`
+    only peers that show it are listened to.
 
     Memory of the CPU is moved by a process of its own, which the interpreter of this one cannot slow down.
     """
     from kvtransfer.transports.bulk import BulkTransport
 
-    return BulkTransport(arena, host, advertise, options)
+    return BulkTransport(arena, host, advertise, options, password)

@@ -46,7 +46,15 @@ class BulkTransport:
 
     engine = "kvtransfer.transports.engine"  # the process's module
 
-    def __init__(self, arena: Arena, host: str = "127.0.0.1", advertise: str = "", options: BulkOptions = _DEFAULTS) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        host: str = "127.0.0.1",
+        advertise: str = "",
+        options: BulkOptions = _DEFAULTS,
+        password: bytes = b"",
+    ) -> None:
+        self._password = password
         self._arena = arena  # its descriptor stays open for as long as we do
         self._rows: Rows = {kind: (len(t), t.shape[1]) for kind, t in (("page", arena.pages), ("slot", arena.slots))}
         self._counters = Counters()
@@ -152,7 +160,7 @@ class BulkTransport:
         theirs.close()
         pages, slots = self._rows["page"], self._rows["slot"]
         memory = (arena.shared.fd, arena.shared.size_bytes, pages, slots)
-        self._channel.send("start", *memory, self._counters.fd, host, astuple(options))
+        self._channel.send("start", *memory, self._counters.fd, host, astuple(options), self._password)
         return process
 
     def _start_thread(self, arena: Arena, host: str, options: BulkOptions, theirs: socket.socket) -> Memory:
@@ -164,7 +172,7 @@ class BulkTransport:
         memory, shared, path = self._device_memory(arena), arena.shared, "shm"
         if isinstance(memory, DeviceMemory):
             shared, path = self._share_handles(memory.handles()), "cuda_ipc"
-        site = Site(memory, self._rows, shared, path, host, options, self._counters)
+        site = Site(memory, self._rows, shared, path, host, options, self._counters, self._password)
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._engine = Engine(Channel(theirs), site)
         self._thread = threading.Thread(target=self._engine.run, name="kvtransfer", daemon=True)
