@@ -30,6 +30,7 @@ from kvtransfer.transports import BulkOptions, open_transport
 from kvtransfer.transports.seal import new_secret as make_secret
 from model.memory import TRIAL, first_arena, given_room
 from model.runner import Runner
+from wire.curve import password_of
 from wire.messages import Abort, Offer, Ready, Refused
 from wire.worker import Presence
 
@@ -46,9 +47,9 @@ class Worker:
         self._presence = Presence("decode", config, context)
         self.name, self.inbox, self.metrics = self._presence.name, self._presence.inbox, self._presence.metrics
         options = BulkOptions(config.transport, config.lanes, config.kv_floor)
-        self._transport = open_transport(runner.arena, config.host, config.advertise, options)
+        self._transport = open_transport(runner.arena, config.host, config.advertise, options, password_of(config.cluster_key))
         new_secret = make_secret if config.cluster_key else bytes
-        self._receiver = Receiver(runner.arena, self._transport, ARRIVAL_TIMEOUT_S, new_secret)
+        self._receiver = Receiver(runner.arena, self._transport, ARRIVAL_TIMEOUT_S, new_secret, self.name)
         identity, model = runner.identity(), runner.config
         pool = PagePool(len(runner.arena.pages), len(runner.arena.slots))
         limits = Limits(

@@ -82,15 +82,22 @@ class Receiver:
     """Call `poll` once a loop turn, and whenever the transport's `fileno` is readable. Not thread-safe.
 
     new_secret: makes the secret that goes into a Grant; bulk then has to be sealed with it.
+    worker: our name, for the sender's log.
     """
 
     def __init__(
-        self, arena: Arena, transport: Transport, timeout_s: float, new_secret: Callable[[], bytes] = lambda: b""
+        self,
+        arena: Arena,
+        transport: Transport,
+        timeout_s: float,
+        new_secret: Callable[[], bytes] = lambda: b"",
+        worker: str = "",
     ) -> None:
         self._layout: KVLayout = arena.layout
         self._transport = transport
         self._timeout_s = timeout_s
         self._new_secret = new_secret
+        self._worker = worker
         self._open: dict[Key, _Handoff] = {}
         self._closed = Tombstones()
 
@@ -101,7 +108,7 @@ class Receiver:
         secret = self._new_secret()
         self._transport.expect(key, slot, pages, secret)
         self._open[key] = _Handoff(key, slot, list(pages))
-        return Grant(*key, slot, pack_ids(pages), self._transport.address(), secret)
+        return Grant(*key, slot, pack_ids(pages), self._transport.address(), secret, self._worker)
 
     def ready(self, ready: Ready) -> bool:
         """Takes the sender's account of what it sent. False: no such hand-off is open, ignored."""

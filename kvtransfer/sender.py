@@ -46,11 +46,13 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class SendLost:
-    """The hand-off cannot be completed; its pages and slot are free. `corrupt`: other bytes arrived than were sent."""
+    """The hand-off cannot be completed; its pages and slot are free. `corrupt`: other bytes arrived than were sent. `closed`:
+    decode has closed it, and says itself why."""
 
     key: Key
     reason: str
     corrupt: bool = False
+    closed: bool = False
 
 
 class Stage(Enum):
@@ -124,6 +126,7 @@ class Sender:
             )
             return True
         handoff.granted_slot, handoff.address, handoff.secret = grant.slot, grant.address, grant.secret
+        self._transport.meet(grant.address, grant.worker)
         self._flush(handoff)
         return True
 
@@ -166,7 +169,7 @@ class Sender:
                 case Wrote(), Stage.GRANTED:
                     self._wrote(handoff, event)
                 case Lost(), Stage.GRANTED:
-                    self._end(handoff, SendLost(event.key, event.reason, event.corrupt))
+                    self._end(handoff, SendLost(event.key, event.reason, event.corrupt, event.closed))
                 case Drained(), Stage.DRAINING:
                     self._end(handoff, SendLost(event.key, handoff.reason) if handoff.reason else Freed(event.key))
         ended, self._ended = self._ended, []

@@ -124,9 +124,7 @@ class Scheduler:
         if prompt.samples and prompt.kv is not None:
             self._send(prompt.message.decode_inbox, message)
         if not prompt.samples:
-            self._say_last(prompt, Abort(*key))
-            self._metrics.add("aborts")
-            self._release(prompt)
+            self._drop(prompt)
 
     # --- one turn of the loop
 
@@ -138,10 +136,14 @@ class Scheduler:
             prompt = self._find(event.key)
             if prompt is None or isinstance(event, Freed):
                 continue
+            if isinstance(event, SendLost) and event.closed:  # its word is on its way to us; lost, two reports show that
+                self._drop(prompt)
+                continue
             if isinstance(event, SendLost):
                 self._metrics.add("transfers_broken")
                 cause = "corrupt" if event.corrupt else "transfer"
-                self._fail(prompt, cause, f"the KV could not be sent to decode: {event.reason}", retryable=True)
+                decode = prompt.message.decode_inbox
+                self._fail(prompt, cause, f"the KV could not be sent to the decode worker at {decode}: {event.reason}", True)
                 continue
             if not self._say_last(prompt, event.ready):
                 self._fail(prompt, "transfer", f"nothing can be sent to {prompt.message.decode_inbox!r}", retryable=True)
@@ -248,6 +250,12 @@ class Scheduler:
     def _push(self, prompt: Prompt, final: bool) -> None:
         assert prompt.kv is not None
         self._sender.push(prompt.key, prompt.kv.pages, prompt.kv.slot, prompt.computed, final)
+
+    def _drop(self, prompt: Prompt) -> None:
+        """Ends a prompt that somebody else gave up, who says so to the router."""
+        self._say_last(prompt, Abort(*prompt.key))
+        self._metrics.add("aborts")
+        self._release(prompt)
 
     def _fail(self, prompt: Prompt, cause: str, reason: str, retryable: bool) -> None:
         """Ends a prompt with a message to the router, and to decode if that has been told of it."""

@@ -25,6 +25,7 @@ from prefill.pace import Pace, marks_of
 from prefill.prompt import Chunk
 from prefill.room import make_runner
 from prefill.scheduler import Limits, Scheduler
+from wire.curve import password_of
 from wire.messages import Abort, Grant, Prefill, Refused
 from wire.worker import Presence
 
@@ -39,7 +40,7 @@ class Worker:
         self._presence = Presence("prefill", config, context)
         self.name, self.inbox, self.metrics = self._presence.name, self._presence.inbox, self._presence.metrics
         options = BulkOptions(config.transport, config.lanes, config.kv_floor)
-        self._transport = open_transport(runner.arena, config.host, config.advertise, options)
+        self._transport = open_transport(runner.arena, config.host, config.advertise, options, password_of(config.cluster_key))
         self._sender = Sender(runner.arena, self._transport, sealed=bool(config.cluster_key))
         identity, model = runner.identity(), runner.config
         pool = PagePool(len(runner.arena.pages), len(runner.arena.slots))

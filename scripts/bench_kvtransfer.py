@@ -37,14 +37,16 @@ from scripts.kv_ends import NUM_SLOTS, busy_python, cpu_seconds, flash_layout, h
 from scripts.kv_floors import copy_rate, memcpy_seconds, send
 from scripts.kv_peers import LIBRARIES, Peer, require
 from scripts.kv_undigested import UndigestedTransport
-from wire.curve import ClusterKey, is_loopback, require_key
+from wire.curve import ClusterKey, is_loopback, password_of, require_key
 from wire.messages import Abort, Failed, Grant, Offer, SamplingParams, Tokens
 from wire.options import option, parse
 from wire.sockets import Inbox, Outbox, open_context
 from wire.worker import SWITCH_INTERVAL_S
 
+MOST_TRIES = 20  # of a hand-off: when so many of them break, by injected faults, the next ones will too
+SAY_S = 10.0  # what takes so long is said, and again each so many seconds
 PATHS = ("zeromq", "shm", "cuda_ipc", "auto")
-SILENCE_S = 30
+SILENCE_S = 30  # so long, with no fault injected, ends the benchmark
 
 
 class BrokenHandOff(RuntimeError):
@@ -196,7 +198,7 @@ class Source:
         there = self._ask(order)
         open_it = open_transport if digest else UndigestedTransport
         try:
-            real = open_it(self.arena, config.host, config.advertise, options)
+            real = open_it(self.arena, config.host, config.advertise, options, password_of(config.cluster_key))
         except RuntimeError as error:
             raise SystemExit(f"bench_kvtransfer: {error}") from error
         self.transport: Transport = FaultyTransport(real, Faults.parse(config.inject)) if config.inject else real
@@ -205,6 +207,7 @@ class Source:
         self._sender, self._there = Sender(self.arena, self.transport, sealed), there["inbox"]
         self._rid, self.broken, self._injecting = 0, 0, bool(config.inject)
         self.peers: dict[str, Peer] = {}
+        self._tries: dict[Key, int] = {}  # that broke, of the hand-off that each key makes once more
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self.transport.fileno(), zmq.POLLIN)
@@ -213,6 +216,7 @@ class Source:
         """(seconds for all, seconds of each, bytes of one) of `requests` hand-offs that start at once."""
         begin_s, latencies, num_bytes = time.perf_counter(), [], 0
         wait_ms = 10 if self._injecting else SILENCE_S * 1000  # what a fault holds back leaves when it is polled
+        say_s = begin_s + SAY_S
         keys = {self._open(length) for _ in range(requests)}
         while keys:
             ready = self._poller.poll(wait_ms)
@@ -221,6 +225,10 @@ class Source:
                     f"nothing has happened for {SILENCE_S} s: can the decode side reach {self._inbox.address}, and this"
                     f" side the one it listens at, {self._there}? Links: {self.transport.links()}"
                 )
+            if time.perf_counter() >= say_s:
+                missing = f"{len(keys)} of {requests} hand-offs of {length} tokens are not there"
+                print(f"after {say_s - begin_s:.0f} s {missing}; broken so far: {self.broken}", file=sys.stderr, flush=True)
+                say_s += SAY_S
             for message in self._inbox.drain():
                 match message:
                     case Grant():
@@ -231,7 +239,7 @@ class Source:
                     case Failed():
                         keys = self._try_again(keys, (message.rid, message.attempt), message.reason, length)
             for end in self._sender.poll():
-                if isinstance(end, SendLost):
+                if isinstance(end, SendLost) and not end.closed:  # of that the other side says so itself
                     self._outbox.send(self._there, Abort(*end.key))
                     keys = self._try_again(keys, end.key, end.reason, length)
                 if isinstance(end, Sent):
@@ -244,7 +252,13 @@ class Source:
         if not self._injecting:
             raise BrokenHandOff(reason)
         self.broken += 1
-        return (keys - {key}) | {self._open(length)}
+        tries = self._tries.pop(key, 0) + 1
+        if tries >= MOST_TRIES:
+            with_so_many = f"with --inject {self._config.inject} nothing can be measured; inject less"
+            raise SystemExit(f"a hand-off of {length} tokens broke {tries} times, the last time since {reason}: {with_so_many}")
+        again = self._open(length)
+        self._tries[again] = tries
+        return (keys - {key}) | {again}
 
     def _open(self, length: int) -> Key:
         self._rid += 1

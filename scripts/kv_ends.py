@@ -36,7 +36,7 @@ from scripts.kv_floors import receive
 from scripts.kv_peers import Peer, require
 from scripts.kv_undigested import UndigestedTransport
 from scripts.released_config import RELEASED
-from wire.curve import ClusterKey, is_loopback
+from wire.curve import ClusterKey, is_loopback, password_of
 from wire.messages import Abort, Failed, Grant, Offer, Ready, Tokens
 from wire.sockets import Inbox, Outbox, open_context
 
@@ -90,6 +90,7 @@ class Target:
 
     def __init__(self, layout: KVLayout, host: str, advertise: str, cluster_key: str, insecure: bool) -> None:
         self._layout, self._host, self._advertise, self._sealed = layout, host, advertise, bool(cluster_key)
+        self._password = password_of(cluster_key)
         self._peers_allowed, self._peers = insecure or is_loopback(host), dict[str, Peer]()
         self._context = open_context(cluster_key)
         self._inbox = Inbox(self._context, host, 0, advertise)
@@ -106,7 +107,7 @@ class Target:
         self._host_pages = host_pages(arena)
         self._pool = PagePool(order["pages"] + 1, NUM_SLOTS)
         open_it = open_transport if order["digest"] else UndigestedTransport
-        transport = open_it(arena, self._host, self._advertise, BulkOptions(*order["options"]))
+        transport = open_it(arena, self._host, self._advertise, BulkOptions(*order["options"]), self._password)
         new = new_secret if order["sealed"] or self._sealed else bytes
         self._receiver = Receiver(arena, transport, order["timeout_s"], new)
         reply = {"inbox": self._inbox.address, "bulk": transport.address()}

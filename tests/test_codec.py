@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import fields, replace
+from dataclasses import fields, make_dataclass, replace
 from typing import Any
 
 import msgpack
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wire.codec import BadMessage, decode, encode
+from wire.codec import BadMessage, decode, encode, schema_digest
 from wire.messages import (
     ALL_SAMPLES,
     MESSAGES,
@@ -48,7 +48,7 @@ EXAMPLES: list[Any] = [
     Refused("page_bytes: 1 and 2"),
     Prefill(1, 0, pack_ids([5, 6]), 2, (0, 1), SAMPLING, "tcp://a:1", "tcp://b:2", 30.0),
     Offer(2**63, 3, b"", 0, (), SAMPLING, "tcp://a:1", "tcp://b:2", "abcd", 0.5),
-    Grant(1, 2, 3, pack_ids([9, 8]), "tcp://c:3"),
+    Grant(1, 2, 3, pack_ids([9, 8]), "tcp://c:3", b"secret", "decode-1"),
     Ready(1, 2, 300, 4, 10**9, 2**64 - 1),
     PromptLogprobs(1, 2, 1, b"1234", b"5678", b"9012"),
     Tokens("decode-1", [[1, 0, 0, 0, [17], "", None, None], [2, 0, 1, 9, [4, 5], "stop", [-0.5, -1.0], [[[4, -0.5]], []]]]),
@@ -227,3 +227,19 @@ def test_keys_are_little_endian_and_never_fail_a_worker() -> None:
     assert unpack_keys(pack_keys([(-1, 2**32 + 5)])) == [(2**64 - 1, 5)]
     with pytest.raises(ValueError, match="whole number"):
         unpack_keys(b"x" * 13)
+
+
+def test_whoever_has_other_messages_is_known_by_their_digest() -> None:
+    """A field more, another type, another order, and so in what a message has inside; but not the order of the messages."""
+
+    def of(*names: tuple[str, str], inside: tuple[str, str] = ("seed", "int")) -> str:
+        params = make_dataclass("Params", [inside])
+        types = {"int": int, "str": str, "Params": params}
+        offer = make_dataclass("Offer", [(name, types[kind]) for name, kind in (*names, ("sampling", "Params"))])
+        return schema_digest([offer, Abort])
+
+    ours = of(("rid", "int"), ("text", "str"))
+    others = [of(("rid", "int")), of(("rid", "str"), ("text", "str")), of(("text", "str"), ("rid", "int"))]
+    others.append(of(("rid", "int"), ("text", "str"), inside=("seed", "str")))
+    assert ours == of(("rid", "int"), ("text", "str")) and len({ours, *others}) == 5
+    assert schema_digest() == schema_digest(list(reversed(MESSAGES))) != schema_digest(MESSAGES[1:])

@@ -437,7 +437,7 @@ class Fetching:
     def chunk(self, number: int, identity: bytes = b"one") -> int | None:
         """The answer, if it comes at once."""
         chunk = Chunk(KEY, number, table([Span("page", 20, number, 0, PAGE)]), b"n" * 16, sums=True)
-        answer = self.inbound._answer([memoryview(pack_chunk(chunk))], identity)
+        answer = self.inbound._answer([memoryview(pack_chunk(chunk))], zmq.Frame(identity))
         return unpack_ack(answer).status if answer else None
 
     def settle(self, idle: bool = False) -> None:
@@ -494,7 +494,7 @@ def test_memory_that_is_copied_to_is_nobody_elses() -> None:
     rig = Fetching()
     rig.chunk(1)
     other = Chunk(KEY, 7, table([Span("page", 20, 1, 0, 4)]), b"n" * 16, sums=True)
-    answer = rig.inbound._answer([memoryview(pack_chunk(other))], b"one")
+    answer = rig.inbound._answer([memoryview(pack_chunk(other))], zmq.Frame(b"one"))
     assert unpack_ack(answer).status == REFUSED and len(rig.memory.copies) == 1
 
 
@@ -503,7 +503,7 @@ def test_nothing_is_read_beside_the_senders_memory(span: Span) -> None:
     rig = Fetching()
     rig.inbound._rows["slot"] = (17, 65)  # ours are larger
     rig.inbound.expect(KEY, 3, [1], 0, b"")
-    answer = rig.inbound._answer([memoryview(pack_chunk(Chunk(KEY, 1, table([span]), b"n" * 16)))], b"one")
+    answer = rig.inbound._answer([memoryview(pack_chunk(Chunk(KEY, 1, table([span]), b"n" * 16)))], zmq.Frame(b"one"))
     assert unpack_ack(answer).status == REFUSED and not rig.memory.copies
     assert rig.inbound._counters.read()["bad_frames"] == 1
 

@@ -22,7 +22,7 @@ from kvtransfer.layout import Field, KVLayout
 from kvtransfer.spans import NUMBER
 from kvtransfer.transports import BulkOptions, Drained, Landed, Lost, Wrote, sums
 from kvtransfer.transports.cuda import Ring
-from kvtransfer.transports.frame import LANDED, REFUSED, Ack, Chunk, Welcome, pack_ack, pack_chunk
+from kvtransfer.transports.frame import LANDED, LATE, REFUSED, Ack, Chunk, Welcome, pack_ack, pack_chunk
 from kvtransfer.transports.memory import PIECE_BYTES
 from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT
 from kvtransfer.transports.seal import Seal
@@ -480,6 +480,72 @@ def test_several_chunks_are_copied_and_answered_when_they_are_there(opener: Open
     events = collect(receiver, lambda events: Drained(KEY) in events)
     assert [type(event) for event in events] == [Landed] * 3 + [Drained]
     assert all(int(target.pages[page].min()) == int(target.pages[page].max()) == page for page in (5, 6, 7))
+
+
+def test_memory_that_is_still_read_holds_up_its_own_hand_off_alone(opener: Opener, context: zmq.Context[Any]) -> None:
+    """What a step in flight reads was granted to one: its chunks wait, and those behind them do not. Sent again meanwhile, they
+    land once all the same."""
+    target = small_arena(seed=2)
+    before = target.pages.clone()
+    receiver = opener(target)
+    stream, peers = stream_of(receiver), [RawSender(context, receiver.address()) for _ in range(2)]
+    receiver.expect(OTHER, 4, [7])
+    receiver.expect(KEY, 3, [5, 6])
+    stream.computed = stream.marks  # all but what was granted last
+    for peer in peers:
+        for page in (5, 6):
+            peer.socket.send_multipart([summed_header([("page", page, 0, PAGE)], page), bytes([page]) * PAGE])
+    spans = table([page_span(0, 7)])
+    peers[0].socket.send_multipart([pack_chunk(Chunk(OTHER, 7, spans, sums=True)), bytes([7]) * PAGE])
+    assert peers[0].status() == LANDED and [event.key for event in collect(receiver, len)] == [OTHER]
+    assert int(target.pages[7].min()) == int(target.pages[7].max()) == 7
+    assert torch.equal(target.pages[5:7], before[5:7]) and receiver.inner._inbound.wait_ms() == 1
+    assert not peers[0].socket.poll(50)
+    stream.computed = 1 << 32
+    assert [peer.status() for peer in peers for _ in range(2)] == [LANDED] * 4
+    receiver.revoke(KEY)
+    events = collect(receiver, lambda events: Drained(KEY) in events)
+    assert [type(event) for event in events] == [Landed, Landed, Drained]
+    assert [place[1] for event in of_type(events, Landed) for place in event.places.tolist()] == [5, 6]
+    assert receiver.counters()["repeated_frames"] == 2
+    assert all(int(target.pages[page].min()) == int(target.pages[page].max()) == page for page in (5, 6))
+
+
+def test_a_window_that_is_closed_while_its_memory_is_still_read_is_drained_at_once(
+    opener: Opener, context: zmq.Context[Any]
+) -> None:
+    target = small_arena(seed=2)
+    before = target.pages.clone()
+    receiver = opener(target)
+    stream, peer = stream_of(receiver), RawSender(context, receiver.address())
+    receiver.expect(KEY, 3, [5])
+    stream.computed = stream.marks
+    peer.socket.send_multipart([summed_header([("page", 5, 0, PAGE)], 1), bytes(PAGE)])
+    assert wait(lambda: receiver.inner._inbound._early)
+    receiver.revoke(KEY)
+    assert collect(receiver, len) == [Drained(KEY)] and peer.status() == LATE
+    assert torch.equal(target.pages, before) and not stream.begun
+
+
+def test_who_keeps_to_no_credit_waits_for_memory_in_its_socket(
+    opener: Opener, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the engine sends does not wait with it."""
+    monkeypatch.setattr("kvtransfer.transports.inbound._MOST_EARLY", 3)
+    source = small_arena(seed=2)
+    receiver = opener(source)
+    stream, peer, reader = stream_of(receiver), RawSender(context, receiver.address()), RawReceiver(context)
+    receiver.write(reader.address, OTHER, table([page_span(31, 1)]))
+    receiver.expect(KEY, 3, list(range(1, 31)))
+    stream.computed = stream.marks
+    for page in range(1, 31):
+        peer.socket.send_multipart([summed_header([("page", page, 0, PAGE)], page), bytes([page]) * PAGE])
+    assert wait(lambda: len(receiver.inner._inbound._early) == 3)
+    assert reader.next()[1] == bytes(source.pages[31].tolist()) and collect(receiver, len)[0].key == OTHER
+    assert len(receiver.inner._inbound._early) == 3 and not peer.socket.poll(0)
+    stream.computed = 1 << 32
+    assert [peer.status() for _ in range(30)] == [LANDED] * 30
+    assert all(int(source.pages[page].min()) == int(source.pages[page].max()) == page for page in range(1, 31))
 
 
 def test_who_keeps_to_no_credit_occupies_a_bounded_number_of_buffers(

@@ -444,6 +444,8 @@ class HandTransport:
     def write(self, peer: str, key: Key, spans: Spans, secret: bytes = b"") -> None:
         self.waiting.append((key, spans))
 
+    def meet(self, peer: str, name: str) -> None: ...
+
     def cancel(self, key: Key) -> None:
         self.cancelled.append(key)
 
@@ -464,7 +466,7 @@ class HandTransport:
 
     def deliver(self, frames: list[bytes]) -> None:
         answers: Any = self
-        self.inbound._answer([memoryview(frame) for frame in frames], b"peer")
+        self.inbound._answer([memoryview(frame) for frame in frames], zmq.Frame(b"peer"))
         self.inbound.settle(answers, idle=True)
 
     def send_multipart(self, frames: list[bytes], flags: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from kvtransfer.transports import BulkOptions, Drained, Key, Lost, Wrote
-from kvtransfer.transports.frame import PATHS, Ack, Welcome, pack_ack, pack_welcome, unpack_chunk
+from kvtransfer.transports.frame import PATHS, VERSION, Ack, Welcome, pack_ack, pack_welcome, unpack_chunk
 from kvtransfer.transports.outbound import CREDIT
 from kvtransfer.transports.seal import SECRET_BYTES
 from tests.test_gpu_link import large_arena, memory_of, page_span
@@ -50,7 +50,7 @@ class Hostile:
         while not self._stop.is_set():
             if self._socket.poll(5):
                 identity, *frames = self._socket.recv_multipart()
-                for reply in self._hello() if frames[0][:4] == b"pdH4" else self._chunk(*frames):
+                for reply in self._hello() if frames[0][:4] == VERSION else self._chunk(*frames):
                     self._socket.send_multipart([identity, reply])
 
     def _hello(self) -> Iterator[bytes]:

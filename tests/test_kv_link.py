@@ -120,9 +120,9 @@ async def linked(
 ) -> AsyncIterator[Linked]:
     proxies: list[Proxy] = []
 
-    def behind_proxy(arena: Any, host: str, advertise: str, options: BulkOptions) -> BulkTransport:
+    def behind_proxy(arena: Any, host: str, advertise: str, options: BulkOptions, password: bytes) -> BulkTransport:
         kind = ThreadTransport if way == "landed" else BulkTransport
-        transport = kind(arena, host, advertise, options)
+        transport = kind(arena, host, advertise, options, password)
         change = getattr(tamper, way) if way in ("marked", "last") else lambda data: data
         proxies.append(Proxy(transport.address(), change))
         transport._address = proxies[0].address

@@ -393,7 +393,22 @@ def test_a_lost_transfer_is_retryable(corrupt: bool, cause: str) -> None:
     bench.scheduler.settle([SendLost((0, 0), "peer stalled", corrupt), SendLost((9, 9), "unknown")], 0.0)
     failed = bench.messages(Failed)[0]
     assert (failed.cause, failed.retryable, failed.sample) == (cause, True, ALL_SAMPLES)
-    assert "peer stalled" in failed.reason and bench.nothing_held()
+    assert "the decode worker at decode: peer stalled" in failed.reason and bench.nothing_held()
+
+
+def test_what_decode_has_closed_is_let_go_without_a_word_to_the_router() -> None:
+    """Its word is decode's own; decode is told that nothing comes, once, and again when it asks."""
+    bench = Bench()
+    bench.submit(0, 9)
+    bench.step()
+    bench.scheduler.settle([SendLost((0, 0), "the window is closed", closed=True)], 0.0)
+    assert bench.nothing_held() and bench.scheduler.live() == []
+    assert not bench.messages(Failed) and bench.messages(Abort) == [Abort(0, 0)]
+    bench.grant(0)
+    assert bench.messages(Abort) == [Abort(0, 0)] * 2
+    bench.scheduler.abort(Abort(0, 0))  # decode's word comes after all
+    bench.submit(0, 9)
+    assert bench.metrics.count("aborts") == bench.metrics.count("duplicates") == 1 and bench.nothing_held()
 
 
 def test_a_decode_worker_without_an_address_is_a_failure_at_once() -> None:
@@ -436,7 +451,7 @@ def test_any_order_of_events_ends_every_prompt_once_and_frees_everything(events:
             bench.finish_sending()
         elif kind == 5:
             open_keys = sorted(bench.sender.open_keys)
-            bench.scheduler.settle([SendLost(key, "gone") for key in open_keys[: number % 3]], 0.0)
+            bench.scheduler.settle([SendLost(key, "gone", closed=number > 5) for key in open_keys[: number % 3]], 0.0)
         elif kind == 6:
             bench.scheduler.admit(0.0)
             bench.scheduler.fail_step(bench.scheduler.next_chunks()[: number % 2], "boom")

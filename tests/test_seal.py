@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ from tests.transfer_rig import (
     wait,
 )  # fmt: skip
 
-KEY = (7, 0)
+KEY, OTHER = (7, 0), (8, 0)
 PAGE = LAYOUT.page_bytes
 SECRET = new_secret()
 
@@ -104,6 +105,30 @@ def test_a_chunk_that_is_sent_again_is_the_same_bytes_again_whoever_asks(context
     assert pack_chunk(first[0]) == pack_chunk(again[0]) and first[1] == again[1]
     meddler.close()
     sender.close()
+
+
+@pytest.mark.parametrize("paths", [("auto", "zeromq"), ("zeromq", "auto")], ids=["to zeromq", "to shm"])
+def test_a_sealed_chunk_whose_path_changes_is_lost_and_not_called_corrupt(paths: tuple[str, str]) -> None:
+    """It landed, its answer was lost, and the receiver takes another path when it is greeted again: the digest of what landed
+    is of bytes or of tags, that of a second try would be of the other."""
+    sender, receiver = thread_transport(small_arena(seed=1), "auto"), thread_transport(small_arena(seed=2), paths[0])
+    proxy, inbound = Proxy(receiver.address()), receiver.inner._inbound
+    settle, nowhere = inbound.settle, SimpleNamespace(send_multipart=lambda *_: None)
+    inbound.settle = lambda socket, idle: settle(nowhere, idle)
+    receiver.expect(KEY, 3, [5], SECRET)
+    sender.write(proxy.address, KEY, table([Span("page", 1, 5, 0, PAGE)]), SECRET)
+    collect(receiver, len)
+    inbound.settle, inbound._path = settle, paths[1]
+    proxy.cut()
+    (end,) = collect(sender, len)
+    assert isinstance(end, Lost) and not end.corrupt and "changed the path" in end.reason
+    receiver.expect(OTHER, 4, [6], SECRET)
+    sender.write(proxy.address, OTHER, table([Span("page", 1, 6, 0, PAGE)]), SECRET)
+    (wrote,), (landed,) = collect(sender, len), collect(receiver, len)
+    assert isinstance(wrote, Wrote) and isinstance(landed, Landed) and wrote.digest == landed.digest
+    proxy.close()
+    sender.close()
+    receiver.close()
 
 
 def sealed(number: int, data: bytes, secret: bytes = SECRET, key: tuple[int, int] = KEY, page: int = 5) -> list[bytes]:

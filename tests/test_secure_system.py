@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,22 @@ def test_a_cluster_with_a_key_serves_and_refuses_strangers(path: str, tmp_path: 
         for inbox in inboxes:
             stranger.send(inbox, Abort(1, 1))
 
-        def turned_away() -> list[str]:
-            return [worker for worker, count in server.metrics().get("refused_peers_total", {}).items() if count]
+        def turned_away() -> dict[str, float]:
+            return {worker: count for worker, count in server.metrics().get("refused_peers_total", {}).items() if count}
 
         wait_for(lambda: len(turned_away()) == len(inboxes), "that each has turned it away")
         stranger.close()
+        (bulk_port,) = {
+            found for worker in others for found in re.findall(r"KV to decode-\S+ at (\S+) goes", worker.log.read_text())
+        }
+        before, strangers = turned_away(), [Outbox(context) for _ in range(10)]
+        for each in strangers:
+            each.send(bulk_port, Abort(1, 1))
+        most = 5  # of the ten; the first stranger may have tried once more at the inboxes before it was closed
+        wait_for(
+            lambda: any(count > before[worker] + most for worker, count in turned_away().items()), "that KV's port did too"
+        )
+        for each in strangers:
+            each.close()
         context.destroy(linger=0)
         assert server.complete(prompt=[5, 6, 7], max_tokens=2).status == 200

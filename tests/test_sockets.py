@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -157,6 +159,37 @@ def test_forget_drops_what_was_queued_for_a_dead_peer(context: zmq.Context[Any])
     outbox.send(again.address, Abort(2, 0))
     assert take(again, 1) == [Abort(2, 0)]
     assert not again.wait(0.5)
+
+
+_FORGETTING = """
+import random, socket, threading, time, zmq
+from wire.messages import PromptLogprobs
+from wire.sockets import Outbox
+context, listener = zmq.Context(), socket.create_server(("127.0.0.1", 0))
+outbox, address = Outbox(context), "tcp://127.0.0.1:%d" % listener.getsockname()[1]
+greeting = b"\\xff" + bytes(8) + b"\\x7f\\3\\0" + b"NULL".ljust(20, b"\\0") + bytes(32)
+large = PromptLogprobs(1, 0, 0, bytes(4 << 20), b"", b"")
+for _ in range(150):
+    for _ in range(4):
+        outbox.send(address, large)
+    peer, _ = listener.accept()
+    peer.sendall(greeting + b"\\4\\x1a\\5READY\\x0bSocket-Type\\0\\0\\0\\4PULL")
+    peer.recv(200_000)
+    time.sleep(random.choice([0, 0.003]))
+    early_s = random.uniform(-1e-4, 1e-4)
+    closing = threading.Timer(max(0.0, early_s), peer.close)
+    closing.start()
+    time.sleep(max(0.0, -early_s))
+    outbox.forget(address)
+    closing.join()
+print("alive")
+"""
+
+
+def test_a_peer_that_dies_while_it_is_forgotten_does_not_take_us_along() -> None:
+    """What libzmq 4.3.5 does with a message of several frames, of which it has sent a part."""
+    done = subprocess.run([sys.executable, "-c", _FORGETTING], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "alive\n", done.stderr
 
 
 def test_an_outbox_lets_go_of_the_peer_it_used_least_lately(context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch) -> None:

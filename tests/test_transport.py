@@ -39,7 +39,7 @@ from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Tra
 from kvtransfer.transports.bulk import BulkTransport, _keep_freed_memory
 from kvtransfer.transports.channel import REASON_BYTES, Channel, channel_pair, unpack_event
 from kvtransfer.transports.counters import Counters
-from kvtransfer.transports.cuda import CudaMemory, SideStream
+from kvtransfer.transports.cuda import _MARKS, CudaMemory, SideStream
 from kvtransfer.transports.engine import Engine, Site
 from kvtransfer.transports.frame import (
     LANDED,
@@ -48,6 +48,7 @@ from kvtransfer.transports.frame import (
     MAX_SPANS,
     PATHS,
     REFUSED,
+    VERSION,
     Ack,
     BadFrame,
     Chunk,
@@ -61,8 +62,10 @@ from kvtransfer.transports.frame import (
     unpack_ack,
     unpack_chunk,
     unpack_hello,
+    unpack_other,
     unpack_welcome,
 )  # fmt: skip
+from kvtransfer.transports.inbound import _message
 from kvtransfer.transports.jobs import Job, Jobs
 from kvtransfer.transports.memory import Copying, CpuMemory, Task
 from kvtransfer.transports.outbound import CHUNK_BYTES, RETEST_S, _send_frames
@@ -507,7 +510,7 @@ def test_a_hello_that_lies_about_its_memory_gets_the_slow_path(context: zmq.Cont
     receiver.close()
 
 
-@pytest.mark.parametrize("unpack", [unpack_hello, unpack_welcome, unpack_chunk, unpack_ack])
+@pytest.mark.parametrize("unpack", [unpack_hello, unpack_welcome, unpack_other, unpack_chunk, unpack_ack])
 @given(data=st.binary(max_size=120))
 @settings(max_examples=200, deadline=None)
 def test_unpack_raises_nothing_but_bad_frame(unpack: Callable[[bytes], Any], data: bytes) -> None:
@@ -615,6 +618,51 @@ def closed_by_peer(raw: socket.socket) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+PASSWORD = ClusterKey.generate().password
+
+
+@pytest.mark.parametrize("kind", [BulkTransport, ThreadTransport], ids=["process", "thread"])
+@pytest.mark.parametrize("shown", [None, b"x" * 64, PASSWORD[:-1]], ids=["none", "another", "almost"])
+def test_a_stranger_says_nothing_at_a_port_with_a_password(
+    context: zmq.Context[Any], kind: type[BulkTransport], shown: bytes | None
+) -> None:
+    """And a member's connections are as ever, also those that are made again."""
+    receiver, sender = kind(small_arena(), password=PASSWORD), ThreadTransport(small_arena(seed=1), password=PASSWORD)
+    proxy = Proxy(receiver.address())
+    if shown is not None:
+        context.setsockopt(zmq.PLAIN_USERNAME, b"member")
+        context.setsockopt(zmq.PLAIN_PASSWORD, shown)
+    stranger = RawSender(context, receiver.address())
+    stranger.socket.send(b"junk")
+    assert wait(lambda: receiver.counters()["refused_peers"] > 0)
+    for page in (5, 6):
+        receiver.expect((page, 0), 3, [page])
+        sender.write(proxy.address, (page, 0), table([page_span(1, page)]))
+        assert [type(event) for event in collect(sender, len)] == [Wrote]
+        proxy.cut()
+    assert bad_frames(receiver) == 0 and sender.counters()["refused_peers"] == 0
+    proxy.close()
+    sender.close()
+    receiver.close()
+
+
+def test_who_sends_frames_without_end_is_cut_off_at_a_port_with_a_password() -> None:
+    """libzmq collects the frames of a message, however many, before anybody sees one: 64 bytes of memory for one of a byte."""
+    receiver = BulkTransport(small_arena(), password=PASSWORD)
+    assert receiver._process is not None
+    memory = Path(f"/proc/{receiver._process.pid}/statm")
+    before, raw, cut = int(memory.read_text().split()[1]), zmtp(receiver.address()), False
+    try:
+        for _ in range(300):  # which would be a gigabyte
+            raw.sendall(b"\1\1x" * 50_000)
+    except OSError:
+        cut = True
+    assert cut and wait(lambda: receiver.counters()["refused_peers"] == 1)
+    assert (int(memory.read_text().split()[1]) - before) * os.sysconf("SC_PAGE_SIZE") < 64 << 20
+    raw.close()
+    receiver.close()
 
 
 def test_an_oversize_frame_ends_that_connection_only(opener: Opener) -> None:
@@ -948,8 +996,8 @@ def test_what_the_peer_does_not_take_is_lost_at_once(
     sender.write(peer.address, KEY, table([page_span(1, 1)]))
     assert peer.chunk(status) is not None
     (lost,) = collect(sender, len)
-    assert isinstance(lost, Lost)
-    assert word in lost.reason
+    assert isinstance(lost, Lost) and not lost.corrupt
+    assert word in lost.reason and lost.closed == (status == LATE)
 
 
 def test_the_arena_is_not_read_after_an_answer_that_comes_too_early(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
@@ -1296,6 +1344,24 @@ def test_a_peer_below_the_floor_is_not_used_and_the_reason_is_said(caplog: pytes
     receiver.close()
 
 
+@pytest.mark.parametrize(("name", "who"), [("decode-1", "decode-1 at "), ("", ""), ("a\nb", ""), ("x" * 101, "")], ids=repr)
+def test_the_log_names_a_peer_unless_it_calls_itself_something_odd(
+    name: str, who: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.transports.bulk.MAX_PEERS", 2)
+    sender, receiver = thread_transport(small_arena()), thread_transport(small_arena())
+    receiver.expect(KEY, 3, [5])
+    for address in ("tcp://here:1", "tcp://here:2", receiver.address(), "tcp://here:3", receiver.address()):
+        sender.meet(address, name)
+    assert list(sender._names) == ["tcp://here:3", receiver.address()]
+    with caplog.at_level(logging.INFO):
+        sender.write(receiver.address(), KEY, table([page_span(1, 5)]))
+        collect(sender, len)
+    assert f"KV to {who}{receiver.address()} goes over zeromq" in caplog.text
+    sender.close()
+    receiver.close()
+
+
 OWNER = """
 import os, sys
 from kvtransfer.sharing import SharedMemory
@@ -1420,6 +1486,21 @@ def test_more_frames_than_a_chunk_has_are_refused(zeromq_opener: Opener, context
         assert peer.status() == status
 
 
+def test_of_a_message_of_many_frames_no_more_are_kept_than_show_that(context: zmq.Context[Any]) -> None:
+    """Each would be an object of its own, for three bytes on the wire; the message behind it is read as ever."""
+    port: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    peer = RawSender(context, f"tcp://127.0.0.1:{port.bind_to_random_port('tcp://127.0.0.1')}")
+    for count in (MAX_FRAMES + 1, MAX_FRAMES + 2, 5000, 1):
+        peer.socket.send_multipart([b"%d" % number for number in range(count)])
+    for kept in (MAX_FRAMES + 1, MAX_FRAMES + 2, MAX_FRAMES + 2, 1):
+        assert port.poll(1000 * PATIENCE_S)
+        _, *frames = _message(port)
+        assert [frame.bytes for frame in frames] == [b"%d" % number for number in range(kept)]
+    with pytest.raises(zmq.Again):
+        _message(port)
+    port.close(linger=0)
+
+
 def test_no_chunk_has_more_frames_than_it_may(zeromq_opener: Opener) -> None:
     """Small and large spans in turn, which makes the most of them."""
     source, target = big_arena(), big_arena()
@@ -1430,6 +1511,50 @@ def test_no_chunk_has_more_frames_than_it_may(zeromq_opener: Opener) -> None:
     receiver.expect(KEY, 1, [2])
     sender.write(receiver.address(), KEY, table(spans))
     assert [type(event) for event in collect(sender, len)] == [Wrote]
+
+
+def test_a_receiver_of_another_version_is_not_waited_for_and_serves_once_it_is_ours(
+    zeromq_opener: Opener, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtransfer.transports.outbound.RETEST_S", 0.2)
+    sender, peer = zeromq_opener(small_arena()), RawReceiver(context)
+    sender.write(peer.address, KEY, table([page_span(1, 1)]))
+    assert peer.socket.poll(1000 * PATIENCE_S)
+    identity, hello = peer.socket.recv_multipart()
+    for junk in (b"pdV1", b"pdV1pdH", b"pdV1" + hello[:4], b"pdV1pd\n5", b"pdV1pdH55"):
+        peer.socket.send_multipart([identity, junk])
+    assert wait(lambda: bad_frames(sender) == 5) and sender.poll() == []
+    begin_s = time.monotonic()
+    peer.socket.send_multipart([identity, b"pdV1pdH5"])
+    (lost,) = collect(sender, len)
+    assert time.monotonic() - begin_s < 5, "and not when it has stood still for long enough"
+    reason = f"speaks another version (pdH5, we speak {VERSION.decode()}): upgrade so that both are the same"
+    assert isinstance(lost, Lost) and reason in lost.reason
+    assert reason in sender.links()[peer.address].reason and not sender.links()[peer.address].usable
+    assert reason in caplog.text
+    sender.write(peer.address, (8, 0), table([page_span(1, 1)]))
+    assert isinstance(collect(sender, len)[0], Lost), "at once"
+    time.sleep(0.3)
+    sender.write(peer.address, (9, 0), table([page_span(1, 1)]))
+    assert peer.next()[0].key == (9, 0)
+    assert [type(event) for event in collect(sender, len)] == [Wrote]
+
+
+def test_a_sender_of_another_version_is_told_so_and_the_log_once(
+    zeromq_opener: Opener, context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver = zeromq_opener(small_arena())
+    peer = RawSender(context, receiver.address())
+    questions = [[b"pdH5" + bytes(4)], [b"pdH3" + bytes(100)], [b"pdHA" + bytes(70)]]
+    for question in [[b"pdH5"], [b"pdH5abc"], [b"pdH\n" + bytes(70)], [b"pdX5" + bytes(70)], *questions]:
+        peer.socket.send_multipart(question)
+    for question in questions:
+        assert peer.socket.poll(1000 * PATIENCE_S)
+        answer = peer.socket.recv()
+        assert answer == b"pdV1" + VERSION and len(answer) <= len(question[0])
+    assert wait(lambda: bad_frames(receiver) == 7) and not peer.socket.poll(100)
+    (line,) = [record.getMessage() for record in caplog.records if "another version" in record.getMessage()]
+    assert f"sender at 127.0.0.1: it speaks another version (pdH5, we speak {VERSION.decode()})" in line
 
 
 def test_a_peer_that_answers_at_length_is_cut_off(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
@@ -1448,6 +1573,8 @@ def test_a_mark_that_is_forgotten_waits_for_a_later_one() -> None:
     old, new = object(), object()
     stream._events, stream._newest = {8: old, 9: new}, 9  # type: ignore[dict-item]
     assert [stream._event(mark) for mark in (8, 9, 1)] == [old, new, new]
+    stream._newest = 8 + _MARKS // 2
+    assert stream._event(1) is old, "of which it is sooner known that it is reached"
 
 
 def test_an_engine_in_a_thread_keeps_what_libzmq_frees() -> None:
@@ -1576,6 +1703,18 @@ def test_the_benchmark_with_a_key_takes_no_orders_without_it(tmp_path: Path) -> 
             assert row.control_p99_ms is not None and min(row.gb_per_s, row.control_p99_ms) > 0
         finally:
             server.terminate()
+
+
+def test_a_benchmark_that_injects_too_much_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And before that, that it still tries."""
+    monkeypatch.setattr("scripts.bench_kvtransfer.MOST_TRIES", 2)
+    monkeypatch.setattr("scripts.bench_kvtransfer.SAY_S", 0.5)
+    config = BenchConfig(contexts="256", requests="3", lanes="1", paths="shm", repeats=1, inject="drop=1")
+    with pytest.raises(
+        SystemExit, match=r"of 256 tokens broke 2 times, .* spans missing .*--inject drop=1 nothing can be measured"
+    ):
+        run(config, show=False)
+    assert "1 of 1 hand-offs of 256 tokens are not there; broken so far: 0" in capsys.readouterr().err
 
 
 def test_control_round_trips_come_back_to_the_host_that_is_advertised(context: zmq.Context[Any]) -> None:

@@ -12,6 +12,7 @@ import zmq
 
 from decode.config import DecodeConfig
 from prefill.config import PrefillConfig
+from wire.codec import schema_digest
 from wire.messages import Status, unpack_keys
 from wire.sockets import Inbox, Outbox
 from wire.worker import Presence, Rate, WorkerConfig
@@ -107,6 +108,7 @@ def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work(m
         "prefill", presence.name, "serving", presence.inbox.address
     )  # fmt: skip
     facts = {"max_context": 80, "vocab_size": 100, "eos_token_id": 1, "bos_token_id": 0, "max_batch": 7}
+    assert status.identity == {"page_tokens": 8, "messages": schema_digest()}
     assert status.load.items() >= {**facts, **counts}.items()
     assert (unpack_keys(status.live), status.turn) == ([(1, 0), (2**62, 3)], 3)
     counters, gauges, _ = status.metrics

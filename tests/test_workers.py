@@ -7,6 +7,7 @@ last ones start the real processes on a golden checkpoint.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ import zmq
 
 from decode.config import DecodeConfig
 from decode.worker import Worker as DecodeWorker
+from model.batch import Batch
 from prefill.config import PrefillConfig
 from prefill.worker import Worker as PrefillWorker
 from tests.fake_runner import EOS, FakeRunner, checksum, expected_text, fake_logits
@@ -558,6 +560,45 @@ def test_a_lost_abort_costs_seconds_of_decodes_pages(monkeypatch: pytest.MonkeyP
             router.until(lambda: router.counter(decode.address, "offers") == 1, "the offer")
             router.until(lambda: router.all_free(prefill.address, decode.address), "everything back")
             assert link.lost == 1
+
+
+class GatedRunner(FakeRunner):
+    """Its third step and all behind it wait for the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        assert len(self.steps) < 2 or self.gate.wait(PATIENCE_S)
+        return super().forward(batch)
+
+
+def test_prefill_leaves_it_to_decode_to_say_why_decode_closed_a_hand_off() -> None:
+    """Also when it hears of that from the transport alone: decode's word to it is lost. A retraction is no failed try."""
+    with Cluster() as cluster:
+        router, runner = cluster.router, GatedRunner()
+        prefill, decode = cluster.prefill(runner), cluster.decode()
+        with LossyLink(decode.address, Abort) as link:
+            rid = router.ask(prefill.address, link.address, prompt(80), GREEDY)
+            router.until(lambda: router.counter(decode.address, "offers") == 1, "the offer")
+            router.until(lambda: not router.all_free(decode.address), "the grant")
+            router.outbox.send(decode.address, Abort(rid, 0))
+            router.until(lambda: link.lost == 1 and router.all_free(decode.address), "the end at decode")
+            runner.gate.set()
+            router.until(lambda: router.all_free(prefill.address), "everything back")
+            router.until(lambda: router.counter(decode.address, "stale_aborts") == 1, "prefill's last word")
+        assert not router.failed and router.counter(prefill.address, "aborts") == 1
+        assert router.counter(prefill.address, "transfers_broken") == 0
+
+
+def test_the_log_names_the_worker_that_kv_goes_to(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), Cluster() as cluster:
+        router, prefill, decode = cluster.router, cluster.prefill(), cluster.decode()
+        rid = router.ask(prefill.address, decode.address, prompt(30), GREEDY)
+        router.until(lambda: (rid, 0, 0) in router.finished, "the text")
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("KV to ")]
+    assert line.startswith(f"KV to {decode.worker.name} at tcp://127.0.0.1:")
 
 
 def test_a_worker_on_every_interface_is_reached_by_its_advertised_name() -> None:

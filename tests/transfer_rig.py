@@ -27,7 +27,17 @@ from kvtransfer.transports.bulk import BulkTransport
 from kvtransfer.transports.cuda import CudaMemory, SideStream
 from kvtransfer.transports.cuda_ipc import HANDLE_BYTES, Extent, Opened
 from kvtransfer.transports.faults import Faults, FaultyTransport
-from kvtransfer.transports.frame import Ack, Chunk, Welcome, pack_ack, pack_chunk, pack_welcome, unpack_ack, unpack_chunk
+from kvtransfer.transports.frame import (
+    VERSION,
+    Ack,
+    Chunk,
+    Welcome,
+    pack_ack,
+    pack_chunk,
+    pack_welcome,
+    unpack_ack,
+    unpack_chunk,
+)
 from kvtransfer.transports.memory import Memory
 
 torch.set_num_threads(1)
@@ -323,7 +333,7 @@ class RawReceiver:
         while self.socket.poll(int(timeout_s * 1000)):
             identity, head, *frames = self.socket.recv_multipart()
             self.identity = identity
-            if head[:4] == b"pdH4":
+            if head[:4] == VERSION:
                 self.socket.send_multipart([identity, pack_welcome(self.welcome)])
                 continue
             chunk = unpack_chunk(head)

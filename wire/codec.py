@@ -5,7 +5,8 @@ No pickle, no evaluation, nothing constructed but the classes in `wire.messages`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -37,6 +38,14 @@ def decode(data: bytes | memoryview) -> Any:
         raise
     except Exception as error:  # msgpack raises a dozen types on junk, recursion and bad UTF-8 among them
         raise BadMessage(f"undecodable: {type(error).__name__}: {error}") from error
+
+
+def schema_digest(messages: Sequence[type] = MESSAGES) -> str:
+    """Of these messages and their fields: who has another cannot read ours."""
+    hints = [hint for cls in messages for hint in get_type_hints(cls).values()]
+    classes = {*messages, *(hint for hint in hints if isinstance(hint, type) and is_dataclass(hint))}
+    schemas = [(cls.__name__, [(field.name, field.type) for field in fields(cls)]) for cls in classes]
+    return hashlib.sha256(repr(sorted(schemas)).encode()).hexdigest()[:16]
 
 
 class _Plan:

@@ -1,11 +1,13 @@
 """Who may talk to whom: one key pair for a whole cluster, and CURVE on every socket that it is given to.
 
-Whoever holds the pair is a member: it proves so as a client and as a server, and everything on the wire is encrypted.
+Whoever holds the pair is a member: it proves so as a client and as a server, and everything on the wire is encrypted. Where
+that costs too much, for KV, members show a password that is made of the key (`admit_members`).
 Without a key nothing is checked, which is why nothing may then listen beyond this host (`require_key`).
 """
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import logging
 import os
@@ -18,6 +20,7 @@ import zmq
 from zmq.utils import z85
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_SERVERS = {int(zmq.CURVE): zmq.CURVE_SERVER, int(zmq.PLAIN): zmq.PLAIN_SERVER}
 _log = logging.getLogger("wire")
 
 
@@ -31,6 +34,11 @@ class ClusterKey:
 
     public: bytes
     secret: bytes = field(repr=False)
+
+    @property
+    def password(self) -> bytes:
+        """What members show where nothing is encrypted, 64 characters. It says nothing of the key."""
+        return hmac.new(self.secret, b"bulk port", "sha256").hexdigest().encode()
 
     @classmethod
     def generate(cls) -> ClusterKey:
@@ -82,19 +90,38 @@ def secure(context: zmq.Context[Any], key: ClusterKey) -> None:
     context.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
     context.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
     context.setsockopt(zmq.CURVE_SERVERKEY, key.public)
+    _open_gate(context, b"CURVE", [z85.decode(key.public)])
+
+
+def admit_members(context: zmq.Context[Any], password: bytes) -> None:
+    """From now on every socket of `context` shows this password where it connects, and where it listens (`be_server`) it turns
+    away who does not, before it reads a message. Nothing is encrypted, the password neither: it keeps out strangers, but not
+    those who can listen in on members.
+    """
+    context.setsockopt(zmq.PLAIN_USERNAME, b"member")
+    context.setsockopt(zmq.PLAIN_PASSWORD, password)
+    _open_gate(context, b"PLAIN", [b"member", password])
+
+
+def password_of(cluster_key: str) -> bytes:
+    """Of the key in that file; b"" without a file. Raises ClusterKeyError."""
+    return ClusterKey.read(cluster_key).password if cluster_key else b""
+
+
+def _open_gate(context: zmq.Context[Any], mechanism: bytes, credentials: list[bytes]) -> None:
     # Of a shadow, so that destroying `context` does not close it under its thread: it is told that the context ends.
     gate: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.REP)
     gate.setsockopt(zmq.LINGER, 0)
     gate.bind(ZAP_ADDRESS)
-    threading.Thread(target=_keep_gate, args=(gate, z85.decode(key.public)), name="gate", daemon=True).start()
+    threading.Thread(target=_keep_gate, args=(gate, mechanism, credentials), name="gate", daemon=True).start()
 
 
 def be_server(socket: zmq.Socket[bytes]) -> bool:
     """Makes a socket of a secured context the listening side. Whether it is one: False without a key."""
-    secured = socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
-    if secured:
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-    return secured
+    server = _SERVERS.get(int(socket.getsockopt(zmq.MECHANISM)))
+    if server is not None:
+        socket.setsockopt(server, 1)
+    return server is not None
 
 
 class RefusedPeers:
@@ -105,30 +132,31 @@ class RefusedPeers:
         failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         socket.monitor(address, failed)
         self._socket, self._count = socket, 0
-        self._events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-        self._events.setsockopt(zmq.LINGER, 0)
-        self._events.setsockopt(zmq.RCVHWM, 0)  # without a limit: a full pipe would hold up libzmq's own thread
-        self._events.connect(address)
+        self.events: zmq.Socket[bytes] = context.socket(zmq.PAIR)  # readable when there is something to count
+        self.events.setsockopt(zmq.LINGER, 0)
+        self.events.setsockopt(zmq.RCVHWM, 0)  # without a limit: a full pipe would hold up libzmq's own thread
+        self.events.connect(address)
 
     def count(self) -> int:
         try:
             while True:
-                self._events.recv_multipart(zmq.NOBLOCK)
+                self.events.recv_multipart(zmq.NOBLOCK)
                 self._count += 1
         except zmq.Again:
             return self._count
 
     def close(self) -> None:
         self._socket.disable_monitor()
-        self._events.close()
+        self.events.close()
 
 
-def _keep_gate(gate: zmq.Socket[bytes], member: bytes) -> None:
+def _keep_gate(gate: zmq.Socket[bytes], known_mechanism: bytes, member: list[bytes]) -> None:
     """Answers libzmq's question about each peer (ZAP, rfc.zeromq.org/spec/27) until the context ends."""
     try:
         while True:
             version, sequence, _, _, _, mechanism, *credentials = gate.recv_multipart()
-            known = mechanism == b"CURVE" and credentials == [member]
+            same = len(credentials) == len(member) and all(map(hmac.compare_digest, credentials, member))
+            known = mechanism == known_mechanism and same
             answer = [b"200", b"OK", b"member", b""] if known else [b"400", b"not a member of this cluster", b"", b""]
             gate.send_multipart([version, sequence, *answer])
     except zmq.ZMQError:  # the context is ending

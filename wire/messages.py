@@ -139,6 +139,7 @@ class Grant:
     pages: bytes
     address: str  # where decode's transport listens
     secret: bytes = b""  # what the bulk of this hand-off is sealed with; "" without a cluster key
+    worker: str = ""  # decode's Status.name: who that address is, in prefill's log
 
 
 @dataclass(frozen=True, slots=True)

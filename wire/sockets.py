@@ -1,7 +1,8 @@
 """One inbox per process (a bound PULL socket) and an outbox that pushes to other inboxes by address.
 
 Nothing here blocks on a peer: a send either queues or is dropped and counted, and a frame that cannot be decoded is
-counted and dropped.
+counted and dropped. A message is one frame: of several, libzmq 4.3.5 ends the process when the connection breaks while the
+socket is closed without lingering (session_base.cpp, `clean_pipes`; `close_lane` in kvtransfer/transports/outbound.py).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 import zmq
 
+from wire.codec import schema_digest
 from wire.curve import require_key
 from wire.heartbeat import Heartbeat
 from wire.messages import Refused, Status, pack_keys
@@ -184,7 +185,8 @@ class Presence:
     ) -> None:
         """Starts the heartbeat. `counts` gives what changes: the pool's pages and slots, queued, running; `live` the keys
         of all that is in hand."""
-        self._identity, self._counts, self._live, self._bulk = identity, counts, live, bulk
+        self._identity = {**identity, "messages": schema_digest()}  # of another version of us the router says so, at once
+        self._counts, self._live, self._bulk = counts, live, bulk
         self._facts = {
             "max_context": min(
                 self._config.longest(model.max_position_embeddings), counts()["total_pages"] * self._config.page_tokens
@@ -235,11 +237,11 @@ class Presence:
             self.metrics.set(name, value)
         bulk = dict(self._bulk.counters())
         self.metrics.total("bad_frames", self.inbox.bad_frames + bulk.pop("bad_frames", 0))
+        self.metrics.total("refused_peers", self.inbox.refused_peers + bulk.pop("refused_peers", 0))
         for name, amount in bulk.items():
             self.metrics.total(name, amount)
         for name, gauge in self._bulk.gauges().items():
             self.metrics.set(name, gauge)
-        self.metrics.total("refused_peers", self.inbox.refused_peers)
         self.metrics.total("dropped_messages", self.outbox.dropped)
         load = {**self._facts, **counts, "tokens_per_s": self._rate.per_s(now_s)}
         self._turn += 1

@@ -41,11 +41,12 @@ class Landed:
 @dataclass(frozen=True, slots=True)
 class Lost:
     """Nothing of `key` can be sent any more: what was queued is dropped, and our memory is not read for it any more.
-    `corrupt`: other bytes arrived than were sent."""
+    `corrupt`: other bytes arrived than were sent. `closed`: the peer's owner had closed the window, and knows why."""
 
     key: Key
     reason: str
     corrupt: bool = False
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ MAX_WRITE_SPANS = 4096  # of one `write`
 class Link:
     """What was found out about a peer when it was first written to."""
 
-    path: str  # "zeromq", "shm" or "cuda_ipc"
+    path: str  # "zeromq", "shm" or "cuda_ipc"; "" for a peer that speaks another version
     gb_per_s: float  # of the self-test
     reason: str  # why not the faster one, or why it is not used at all; "" when there is nothing to say
     usable: bool  # not slower than the floor that is configured
@@ -97,6 +98,10 @@ class Transport(Protocol):
         """Closes the window. Drained follows, behind every Landed of `key`; also when there is no window."""
         ...
 
+    def meet(self, peer: str, name: str) -> None:
+        """Who it is that listens at `peer`: for the log, which otherwise knows its address alone."""
+        ...
+
     def write(self, peer: str, key: Key, spans: Spans, seal: bytes = b"") -> None:
         """Queues spans for the arena that listens at `peer`; ends in one Wrote, or one Lost for all writes of `key`.
 
@@ -119,7 +124,8 @@ class Transport(Protocol):
 
     def counters(self) -> Mapping[str, int]:
         """bad_frames: dropped, because not of this protocol, never expected, or not inside their window. late_frames:
-        dropped because their window had been closed, an abort's ordinary wake. And what else a transport counts."""
+        dropped because their window had been closed, an abort's ordinary wake. refused_peers: connections that were turned
+        away, for lack of the password. And what else a transport counts."""
         ...
 
     def links(self) -> Mapping[str, Link]:
@@ -146,11 +152,12 @@ class BulkOptions:
     stall_s: float = 10.0  # a peer that takes nothing for so long loses what is queued for it
 
 
-def open_transport(arena: Arena, host: str, advertise: str, options: BulkOptions) -> Transport:
-    """A transport for `arena`, listening on `host`; peers are told `advertise`, or `host` when that is empty.
+def open_transport(arena: Arena, host: str, advertise: str, options: BulkOptions, password: bytes = b"") -> Transport:
+    """A transport for `arena`, listening on `host`; peers are told `advertise`, or `host` when that is empty. With a `password`
+    only peers that show it are listened to.
 
     Memory of the CPU is moved by a process of its own, which the interpreter of this one cannot slow down.
     """
     from kvtransfer.transports.bulk import BulkTransport
 
-    return BulkTransport(arena, host, advertise, options)
+    return BulkTransport(arena, host, advertise, options, password)

@@ -23,6 +23,7 @@ from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import PATHS
 from kvtransfer.transports.memory import CpuMemory, DeviceMemory, Memory, Rows
 from kvtransfer.transports.seal import check_secret
+from wire.sockets import MAX_PEERS
 
 if TYPE_CHECKING:
     from kvtransfer.arena import Arena
@@ -35,6 +36,7 @@ _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(_GIB), "MALLOC_MMAP_THRESHOLD_": str(_G
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _SWITCH_S = 0.0005  # a thread that computes in Python gives way to the engine's after so long; of Python's own 5 ms many add up
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_MAX_NAME = 100  # characters
 _DEFAULTS = BulkOptions()
 _log = logging.getLogger("kvtransfer")
 
@@ -44,11 +46,20 @@ class BulkTransport:
 
     engine = "kvtransfer.transports.engine"  # the process's module
 
-    def __init__(self, arena: Arena, host: str = "127.0.0.1", advertise: str = "", options: BulkOptions = _DEFAULTS) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        host: str = "127.0.0.1",
+        advertise: str = "",
+        options: BulkOptions = _DEFAULTS,
+        password: bytes = b"",
+    ) -> None:
+        self._password = password
         self._arena = arena  # its descriptor stays open for as long as we do
         self._rows: Rows = {kind: (len(t), t.shape[1]) for kind, t in (("page", arena.pages), ("slot", arena.slots))}
         self._counters = Counters()
         self._links: dict[str, Link] = {}
+        self._names: dict[str, str] = {}  # of peers, the one that was met last behind the others
         self._closed = False
         self._channel, theirs = channel_pair()
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,6 +83,12 @@ class BulkTransport:
 
     def revoke(self, key: Key) -> None:
         self._channel.send("revoke", *key)
+
+    def meet(self, peer: str, name: str) -> None:
+        self._names.pop(peer, None)
+        self._names[peer] = name if name.isprintable() and len(name) <= _MAX_NAME else ""  # whoever grants may say anything
+        if len(self._names) > MAX_PEERS:
+            del self._names[next(iter(self._names))]
 
     def write(self, peer: str, key: Key, spans: Spans, seal: bytes = b"") -> None:
         if not (0 <= key[0] < 1 << 64 and 0 <= key[1] < 1 << 32):
@@ -143,7 +160,7 @@ class BulkTransport:
         theirs.close()
         pages, slots = self._rows["page"], self._rows["slot"]
         memory = (arena.shared.fd, arena.shared.size_bytes, pages, slots)
-        self._channel.send("start", *memory, self._counters.fd, host, astuple(options))
+        self._channel.send("start", *memory, self._counters.fd, host, astuple(options), self._password)
         return process
 
     def _start_thread(self, arena: Arena, host: str, options: BulkOptions, theirs: socket.socket) -> Memory:
@@ -155,7 +172,7 @@ class BulkTransport:
         memory, shared, path = self._device_memory(arena), arena.shared, "shm"
         if isinstance(memory, DeviceMemory):
             shared, path = self._share_handles(memory.handles()), "cuda_ipc"
-        site = Site(memory, self._rows, shared, path, host, options, self._counters)
+        site = Site(memory, self._rows, shared, path, host, options, self._counters, self._password)
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._engine = Engine(Channel(theirs), site)
         self._thread = threading.Thread(target=self._engine.run, name="kvtransfer", daemon=True)
@@ -200,11 +217,13 @@ class BulkTransport:
             self._links.pop(peer, None)
             return
         link = self._links[peer] = Link(*values)
+        name = self._names.get(peer)
+        who = f"{name} at {peer}" if name else peer
         if not link.usable:
-            _log.error("no KV goes to %s: %s", peer, link.reason)
+            _log.error("no KV goes to %s: %s", who, link.reason)
             return
         because = f" ({link.reason})" if link.reason else ""
-        _log.info("KV to %s goes over %s, %.2f GB/s in its test%s", peer, link.path, link.gb_per_s, because)
+        _log.info("KV to %s goes over %s, %.2f GB/s in its test%s", who, link.path, link.gb_per_s, because)
 
     def _check(self, spans: Spans) -> None:
         if spans[:, KIND].max() >= len(KINDS):

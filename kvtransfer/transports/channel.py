@@ -98,8 +98,8 @@ def pack_event(event: Event) -> list[Any]:
             return ["wrote", *key, num_spans, num_bytes, digest]
         case Landed(key, places, digest):
             return ["landed", *key, to_bytes(places), digest]
-        case Lost(key, reason, corrupt):
-            return ["lost", *key, reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore"), corrupt]
+        case Lost(key, reason, corrupt, closed):
+            return ["lost", *key, reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore"), corrupt, closed]
         case Drained(key):
             return ["drained", *key]
 
@@ -111,8 +111,8 @@ def unpack_event(message: list[Any]) -> Event:
             return Wrote((rid, attempt), num_spans, num_bytes, digest)
         case ["landed", rid, attempt, places, digest]:
             return Landed((rid, attempt), from_bytes(places, NBYTES + 1), digest)
-        case ["lost", rid, attempt, reason, corrupt]:
-            return Lost((rid, attempt), reason, corrupt)
+        case ["lost", rid, attempt, reason, corrupt, closed]:
+            return Lost((rid, attempt), reason, corrupt, closed)
         case ["drained", rid, attempt]:
             return Drained((rid, attempt))
     raise ValueError(f"{message[0]!r} is no event")

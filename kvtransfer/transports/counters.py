@@ -6,7 +6,7 @@ import mmap
 import os
 import weakref
 
-_NAMES = ("bad_frames", "late_frames", "repeated_frames", "chunks_sent", "chunks_resent", "bulk_bytes_sent")
+_NAMES = ("bad_frames", "late_frames", "repeated_frames", "chunks_sent", "chunks_resent", "bulk_bytes_sent", "refused_peers")
 
 
 class Counters:

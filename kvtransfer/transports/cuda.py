@@ -107,7 +107,10 @@ class SideStream:
         return number
 
     def reached(self, mark: int) -> bool:
-        return bool(self._event(mark).query())  # type: ignore[no-untyped-call]
+        try:
+            return bool(self._event(mark).query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # of a device that has failed: what is begun then says so
+            return True
 
     @contextmanager
     def after(self, mark: int) -> Iterator[None]:
@@ -136,8 +139,10 @@ class SideStream:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def _event(self, mark: int) -> torch.cuda.Event:
-        """What a copy waits for. A mark that is forgotten is covered by any later one: one thread makes them, in order."""
-        return self._events.get(mark) or self._events[self._newest]
+        """What a copy waits for. A mark that is forgotten is covered by any later one, as one thread makes them in order. Not
+        by the newest, where there is an older: who asks again and again might never find that reached."""
+        events, old = self._events, self._newest - _MARKS // 2
+        return events.get(mark) or events.get(old) or events[self._newest]
 
 
 class Ring:

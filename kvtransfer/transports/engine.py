@@ -28,6 +28,7 @@ from kvtransfer.transports.jobs import Job
 from kvtransfer.transports.memory import CpuMemory, Memory, Rows, shared_rows
 from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT, Outbound
 from kvtransfer.transports.seal import TAG_BYTES, Seal
+from wire.curve import RefusedPeers, admit_members, be_server
 from wire.sockets import bind_port, open_context
 
 START_S = 10.0
@@ -46,6 +47,7 @@ class Site:
     host: str
     options: BulkOptions
     counters: Counters
+    password: bytes = b""  # that peers have to show
 
 
 class Engine:
@@ -57,11 +59,17 @@ class Engine:
         self._places = 0  # in them
         self._context = open_context()
         self._context.set(zmq.IO_THREADS, max(1, -(-site.options.lanes // 2)))
+        if site.password:
+            admit_members(self._context, site.password)
         self._poller = zmq.Poller()
         self._poller.register(channel.fileno(), zmq.POLLIN)
         largest = max(CHUNK_BYTES, *(row_bytes for _, row_bytes in site.rows.values())) + max(TAG_BYTES, MAX_HEADER_BYTES)
         self._port = _bound_socket(self._context, largest)
         self._poller.register(self._port, zmq.POLLIN)
+        self._counters = site.counters
+        self._refused = RefusedPeers(self._context, self._port) if be_server(self._port) else None
+        if self._refused is not None:
+            self._poller.register(self._refused.events, zmq.POLLIN)
         self._inbound = Inbound(site.memory, site.rows, site.options.path, site.counters, self._emit)
         self._outbound = Outbound(
             self._context, self._poller, site.memory, _hello(site), site.options, site.counters, self._emit, self._report
@@ -79,6 +87,8 @@ class Engine:
         finally:
             self._inbound.close()
             self._outbound.close()
+            if self._refused is not None:
+                self._refused.close()
             self._port.close(linger=0)
             self._context.destroy(linger=0)
             self._channel.close()
@@ -108,6 +118,8 @@ class Engine:
         self._obey()
         if self._port in ready:
             self._inbound.receive(self._port, self._obey)
+        if self._refused is not None and self._refused.events in ready:
+            self._counters.add("refused_peers", self._refused.count() - self._counters.read()["refused_peers"])
         self._inbound.settle(self._port, idle=not ready)
         self._inbound.tend(now_s)
         self._outbound.turn(ready, now_s)
@@ -177,11 +189,12 @@ def main(channel_fd: int) -> None:
     channel = Channel(socket.socket(fileno=channel_fd))
     start = channel.first(START_S)
     assert start is not None, "nobody says what is to be done"
-    _, memory_fd, size_bytes, pages, slots, counters_fd, host, options = start
+    _, memory_fd, size_bytes, pages, slots, counters_fd, host, options, password = start
     shared = SharedMemory.inherit(memory_fd, size_bytes)
     rows: Rows = {"page": (pages[0], pages[1]), "slot": (slots[0], slots[1])}
     memory = CpuMemory(shared_rows(shared, rows))
-    Engine(channel, Site(memory, rows, shared, "shm", host, BulkOptions(*options), Counters(counters_fd))).run()
+    site = Site(memory, rows, shared, "shm", host, BulkOptions(*options), Counters(counters_fd), password)
+    Engine(channel, site).run()
 
 
 if __name__ == "__main__":

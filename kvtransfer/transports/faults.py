@@ -100,6 +100,9 @@ class FaultyTransport:
     def revoke(self, key: Key) -> None:
         self._inner.revoke(key)
 
+    def meet(self, peer: str, name: str) -> None:
+        self._inner.meet(peer, name)
+
     def address(self) -> str:
         return self._inner.address()
 

@@ -2,11 +2,13 @@
 
     HELLO    sender -> receiver   who I am, and where my memory is if you can map it
     WELCOME  receiver -> sender   which path it is to be, and why
+    OTHER    receiver -> sender   instead of it: I speak another version, this one
     CHUNK    sender -> receiver   a header, then the bytes in frames of their own (path "zeromq"), or the header alone:
                                   then the receiver fetches the bytes from the sender's memory (paths "shm", "cuda_ipc")
     ACK      receiver -> sender   that chunk's bytes are in place, or why not
 
-Little-endian throughout. A chunk's spans fill its payload frames in order, and none lies across two: a large span is a
+Whatever changes here changes VERSION, with which a HELLO begins; OTHER, and the first four bytes of a HELLO, are the same for
+ever. Little-endian throughout. A chunk's spans fill its payload frames in order, and none lies across two: a large span is a
 frame by itself, straight out of the arena, and small ones share a frame that was packed.
 """
 
@@ -26,8 +28,11 @@ PATHS = ("zeromq", "shm", "cuda_ipc")
 SPOKEN = {"zeromq": "ZeroMQ", "shm": "shared memory", "cuda_ipc": "CUDA IPC"}
 MAX_HANDLES_BYTES = 1024  # what leads to a device's memory
 LANDED, LATE, REFUSED, CORRUPT = range(4)  # what an ACK says
+VERSION = b"pdH4"
+OTHER = b"pdV1"
 _HELLO = struct.Struct(f"<4sBxxxIIQ{NAME_BYTES}sIIII")
 _WELCOME = struct.Struct("<4sB")
+_OTHER = struct.Struct("<4s4s")
 _CHUNK = struct.Struct(f"<4sBxxxIQQ{NAME_BYTES}sI")
 _ACK = struct.Struct("<4sBxxxQ")
 _DEVICE = 128  # in a WELCOME, beside the path
@@ -85,18 +90,24 @@ class Ack:
     status: int
 
 
+def version_of(frame: bytes | memoryview) -> bytes:
+    """Of a HELLO of any version; b"" for what is none, or so short that an answer would be longer."""
+    version = bytes(frame[:4])
+    return version if len(frame) >= _OTHER.size and version.startswith(VERSION[:3]) and version[3:].isalnum() else b""
+
+
 def pack_hello(hello: Hello) -> bytes:
     pages, slots = hello.rows["page"], hello.rows["slot"]
     where = (hello.pid, hello.fd, hello.memory_bytes, hello.memory_name)
-    return _HELLO.pack(b"pdH4", PATHS.index(hello.path), *where, *pages, *slots)
+    return _HELLO.pack(VERSION, PATHS.index(hello.path), *where, *pages, *slots)
 
 
 def unpack_hello(frame: bytes | memoryview) -> Hello:
-    """Raises BadFrame, and only that, whatever the bytes are; so do the other three."""
+    """Raises BadFrame, and only that, whatever the bytes are; so do the other four."""
     if len(frame) != _HELLO.size:
         raise BadFrame(f"{len(frame)} bytes are no hello")
     magic, path, pid, fd, memory_bytes, name, *rows = _HELLO.unpack(frame)
-    if magic != b"pdH4" or not 0 < path < len(PATHS):
+    if magic != VERSION or not 0 < path < len(PATHS):
         raise BadFrame("not a hello of this protocol")
     if fd and PATHS[path] == "shm" and rows[0] * rows[1] + rows[2] * rows[3] != memory_bytes:
         raise BadFrame("rows and memory differ in size")
@@ -117,6 +128,24 @@ def unpack_welcome(frame: bytes | memoryview) -> Welcome:
     if magic != b"pdW2" or path & ~_DEVICE >= len(PATHS):
         raise BadFrame("not a welcome of this protocol")
     return Welcome(PATHS[path & ~_DEVICE], bytes(frame[_WELCOME.size :]).decode(errors="replace"), bool(path & _DEVICE))
+
+
+def pack_other() -> bytes:
+    return _OTHER.pack(OTHER, VERSION)
+
+
+def unpack_other(frame: bytes | memoryview) -> bytes:
+    """The version that a receiver speaks; not ours."""
+    if len(frame) != _OTHER.size:
+        raise BadFrame(f"{len(frame)} bytes name no version")
+    magic, version = _OTHER.unpack(frame)
+    if magic != OTHER or version == VERSION or not version.isalnum():
+        raise BadFrame("not another version of this protocol")
+    return bytes(version)
+
+
+def versions(theirs: bytes) -> str:
+    return f"another version ({theirs.decode()}, we speak {VERSION.decode()}): upgrade so that both are the same"
 
 
 def pack_chunk(chunk: Chunk) -> bytes:

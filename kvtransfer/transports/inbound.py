@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,15 +25,19 @@ from kvtransfer.transports.frame import (
     MAX_FRAMES,
     REFUSED,
     SPOKEN,
+    VERSION,
     Ack,
     BadFrame,
     Chunk,
     Hello,
     Welcome,
     pack_ack,
+    pack_other,
     pack_welcome,
     unpack_chunk,
     unpack_hello,
+    version_of,
+    versions,
 )  # fmt: skip
 from kvtransfer.transports.memory import CpuMemory, DeviceMemory, DevicePeer, Memory, Rows, shared_rows
 from kvtransfer.transports.seal import BrokenSeal, Seal
@@ -40,10 +46,13 @@ from kvtransfer.transports.window import Window
 
 _BURST = 4  # messages taken before sending gets its turn
 _MOST_LANDINGS = 16  # under way: with a chunk's bytes, what peers cost that keep to no credit
+_MOST_EARLY = 32  # chunks for memory that is still read: what a sender of eight connections has under way
+_STILL_READ_MS = 1  # to look again whether it is
 _REMEMBERED = 4096  # closed windows: what is under way when one closes comes soon after
 _MAX_MAPPED = 64  # arenas of living peers; one more travels over the network path
 _LOOK_S = 1.0  # how often it is seen to that the owners of mapped arenas still live
 _SCRATCH_BYTES = 4 << 20
+_WARN_EVERY_S = 60.0
 _log = logging.getLogger("kvtransfer")
 
 
@@ -71,6 +80,16 @@ class _Landing:
     identities: list[bytes]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Early:
+    """A chunk for memory that our device is not done with: what came, from whom, and its window."""
+
+    frames: list[memoryview]
+    identity: zmq.Frame
+    key: Key
+    window: Window
+
+
 class Inbound:
     """`path` is what this side agrees to: "auto" for any, or one of PATHS."""
 
@@ -85,7 +104,9 @@ class Inbound:
         self._mapped: dict[bytes, _Mapped] = {}  # by the memory's name
         self._looked_s = 0.0
         self._landings: deque[_Landing] = deque()  # in the order in which they end
+        self._early: deque[_Early] = deque()
         self._draining: list[Key] = []  # revoked, while something is copied for them
+        self._warned_s = -math.inf
         self._scratch = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
 
     def expect(self, key: Key, slot: int, pages: Sequence[int], mark: int, secret: bytes) -> None:
@@ -109,11 +130,14 @@ class Inbound:
         """How long the engine may sleep."""
         if self._landings:
             return 0
+        if self._early:
+            return _STILL_READ_MS
         return int(_LOOK_S * 1000) if self._mapped else 10_000
 
     def settle(self, socket: zmq.Socket[bytes], idle: bool) -> None:
         """Answers the copies that are over; when there is nothing else to do, it waits for one. While the engine looks after
         one chunk, those behind it are copied."""
+        self._take_up(socket)
         while self._landings and (idle or self._landings[0].copy.begun.over()):
             idle = False
             landing = self._landings.popleft()
@@ -124,6 +148,16 @@ class Inbound:
             for key in [key for key in self._draining if key not in landing_keys]:
                 self._draining.remove(key)
                 self._emit(Drained(key))
+
+    def _take_up(self, socket: zmq.Socket[bytes]) -> None:
+        """The chunks whose memory is free by now, as if they came now: begun before, they would hold up what is copied behind
+        them."""
+        for _ in range(min(len(self._early), _MOST_LANDINGS - len(self._landings))):
+            early = self._early.popleft()
+            if self._windows.get(early.key) is early.window and not self._memory.reached(early.window.mark):
+                self._early.append(early)
+            else:
+                self._reply(socket, early.frames, early.identity)
 
     def close(self) -> None:
         """Waits for what is still written."""
@@ -137,22 +171,31 @@ class Inbound:
         for _ in range(_BURST):
             if len(self._landings) >= _MOST_LANDINGS:
                 self.settle(socket, idle=True)
+            if len(self._early) >= _MOST_EARLY:  # what else came waits in the socket
+                time.sleep(_STILL_READ_MS / 1000)
+                return
             try:
-                identity, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity, *frames = _message(socket)
             except zmq.Again:
                 return
             before_landing()
-            reply = self._answer([frame.buffer for frame in frames], identity.bytes)
-            if reply:
-                socket.send_multipart([identity.bytes, reply], zmq.NOBLOCK)
+            self._reply(socket, [frame.buffer for frame in frames], identity)
 
-    def _answer(self, frames: list[memoryview], identity: bytes) -> bytes:
+    def _reply(self, socket: zmq.Socket[bytes], frames: list[memoryview], identity: zmq.Frame) -> None:
+        reply = self._answer(frames, identity)
+        if reply:
+            socket.send_multipart([identity.bytes, reply], zmq.NOBLOCK)
+
+    def _answer(self, frames: list[memoryview], identity: zmq.Frame) -> bytes:
         """The reply to one message, b"" when it deserves none, or not yet."""
         header = bytes(frames[0]) if frames else b""
         try:
-            if header[:4] == b"pdH4":
+            version = version_of(header)
+            if version == VERSION:
                 welcome = self._welcome(unpack_hello(header))
                 return pack_welcome(replace(welcome, device=isinstance(self._memory, DeviceMemory)))
+            if version:
+                return self._turn_away(version, identity)
             chunk = unpack_chunk(header)
         except BadFrame:
             self._counters.add("bad_frames")
@@ -160,7 +203,13 @@ class Inbound:
         try:
             if len(frames) > 1 + MAX_FRAMES:
                 raise BadFrame(f"{len(frames) - 1} frames of payload")
-            status = self._probe(chunk, frames[1:]) if chunk.probe else self._land(chunk, header, frames[1:], identity)
+            if chunk.probe:
+                status: int | None = self._probe(chunk, frames[1:])
+            elif (window := self._windows.get(chunk.key)) is not None and not self._memory.reached(window.mark):
+                self._early.append(_Early(frames, identity, chunk.key, window))
+                status = None
+            else:
+                status = self._land(chunk, header, frames[1:], identity.bytes)
         except BadFrame as error:
             self._counters.add("bad_frames")
             status = CORRUPT if isinstance(error, BrokenSeal) else REFUSED
@@ -168,6 +217,15 @@ class Inbound:
             _log.exception("a chunk of hand-off %s cannot be landed", chunk.key)
             status = REFUSED
         return b"" if status is None else pack_ack(Ack(chunk.number, status))
+
+    def _turn_away(self, version: bytes, identity: zmq.Frame) -> bytes:
+        """A sender of another version is told so, instead of leaving it to wait for a WELCOME."""
+        self._counters.add("bad_frames")
+        now_s = time.monotonic()
+        if now_s - self._warned_s >= _WARN_EVERY_S:  # it greets again and again
+            self._warned_s = now_s
+            _log.warning("no KV is taken from a sender at %s: it speaks %s", identity.get("Peer-Address"), versions(version))
+        return pack_other()
 
     def _welcome(self, hello: Hello) -> Welcome:
         """Which path a new peer's bytes are to take: the fast one when its memory can be mapped."""
@@ -269,6 +327,18 @@ class Inbound:
         if outside.any():
             raise BadFrame(f"{spoken(sources[outside][0])} is not inside the sender's memory")
         return mapped.memory
+
+
+def _message(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """The next one, behind who sent it; of what has too many frames for a chunk, no more than show that. Raises zmq.Again."""
+    frames = [socket.recv(zmq.NOBLOCK, copy=False)]
+    more = frames[0].more
+    while more:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        more = frame.more
+        if len(frames) < MAX_FRAMES + 3:
+            frames.append(frame)
+    return frames
 
 
 def _process_start(pid: int) -> str:

@@ -46,6 +46,7 @@ class Piece:
     spans: Spans
     num_bytes: int
     sums: bool | None = None  # see `Chunk`; once it was sent
+    fetched: bool = False  # by the peer, and not sent along; once it was sent
     made: Callable[[], int] = lambda: 0  # waits for the digest
     digest: int = 0
     landed: bool = False
@@ -138,10 +139,10 @@ class Jobs:
     def closing(self) -> bool:
         return bool(self._closing)
 
-    def lose(self, key: Key, reason: str, corrupt: bool = False) -> None:
+    def lose(self, key: Key, reason: str, corrupt: bool = False, closed: bool = False) -> None:
         """A hand-off with a hole is of no use: drops all of it."""
         if key not in self._ending:
-            self._end(key, Lost(key, reason, corrupt))
+            self._end(key, Lost(key, reason, corrupt, closed))
 
     def lose_peer(self, peer: str, reason: str) -> None:
         """Drops every hand-off that something waits of for `peer`."""

@@ -28,6 +28,7 @@ from kvtransfer.transports.frame import (
     LANDED,
     LATE,
     MAX_REPLY_BYTES,
+    OTHER,
     REFUSED,
     SPOKEN,
     BadFrame,
@@ -36,7 +37,9 @@ from kvtransfer.transports.frame import (
     pack_chunk,
     pack_hello,
     unpack_ack,
+    unpack_other,
     unpack_welcome,
+    versions,
 )  # fmt: skip
 from kvtransfer.transports.jobs import Job, Jobs, Piece
 from kvtransfer.transports.memory import DeviceMemory, Memory
@@ -206,6 +209,12 @@ class Outbound:
         if peer.link is None or peer.link.path != peer.path or not peer.link.usable:
             self._test(peer, now_s)
 
+    def _turned_away(self, peer: Peer, frame: bytes, now_s: float) -> None:
+        theirs = unpack_other(frame)
+        if peer.path:
+            raise BadFrame("another version, of who has welcomed us")
+        self._tested(peer, Link("", 0.0, f"{peer.address} speaks {versions(theirs)}", False), now_s)
+
     def _test(self, peer: Peer, now_s: float) -> None:
         """Sends page 0, which is nobody's, a few times over all connections; the last answer ends the test."""
         row_bytes = self._hello.rows["page"][1]
@@ -315,7 +324,9 @@ class Outbound:
         if not name and piece.num_bytes > CHUNK_BYTES and len(piece.spans) > 1:  # it would break every connection it goes over
             raise ValueError("its peer has changed the path meanwhile, and this one takes smaller chunks")
         if piece.sums is None:  # anybody may welcome us the next time: a nonce under two headers would give the seal away
-            piece.sums = peer.device or isinstance(self._memory, DeviceMemory)
+            piece.sums, piece.fetched = peer.device or isinstance(self._memory, DeviceMemory), bool(name)
+        if piece.job.seal is not None and piece.fetched != bool(name):  # it may have landed, with the digest of the other path
+            raise ValueError("its peer has changed the path meanwhile, and a sealed chunk has another digest on each")
         header = pack_chunk(Chunk(piece.job.key, piece.number, piece.spans, name, sums=piece.sums))
         make = self._packer.reference if name else self._packer.payload
         return make(piece, header, piece.sums)
@@ -356,6 +367,8 @@ class Outbound:
                 frame = frames[0]
                 if frame.startswith(b"pdW2"):
                     self._welcomed(peer, frame, now_s)
+                elif frame.startswith(OTHER):
+                    self._turned_away(peer, frame, now_s)
                 else:
                     self._acked(peer, lane, frame, now_s)
             except BadFrame:
@@ -377,8 +390,8 @@ class Outbound:
                 self._measured(peer, now_s)
             return
         if ack.status != LANDED:
-            why = _REFUSALS[ack.status]
-            self._jobs.lose(piece.job.key, f"{peer.address} {why} of this hand-off", ack.status == CORRUPT)
+            why = f"{peer.address} {_REFUSALS[ack.status]} of this hand-off"
+            self._jobs.lose(piece.job.key, why, corrupt=ack.status == CORRUPT, closed=ack.status == LATE)
             self._jobs.release(piece)
         else:
             self._counters.add("bulk_bytes_sent", piece.num_bytes)

@@ -1,8 +1,8 @@
 """Bulk that nobody can read, forge or replay: AES-GCM over each frame, under a secret that one Grant agreed.
 
 The secret serves a single hand-off and a single sender, and chunk numbers never repeat in a process, so (number, frame)
-is a nonce that is used once; a chunk that is sent again is the same bytes again, and when its path has changed meanwhile
-its only frame is `NO_PAYLOAD`. The chunk's header is authenticated with every frame. The tags then are the digest.
+is a nonce that is used once; a chunk that is sent again is the same bytes again, and is not sent again when its path has
+changed meanwhile. The chunk's header is authenticated with every frame. The tags of bytes that come along are their digest.
 """
 
 from __future__ import annotations
