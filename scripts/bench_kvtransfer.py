@@ -85,14 +85,14 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         name, host = ("--serve", self.serve.rpartition(":")[0]) if self.serve else ("--host", self.host)
-        if self.serve and not (host and self.serve.rpartition(":")[2].isdigit()):
+        if self.serve and not (host and _is_port(self.serve.rpartition(":")[2])):
             raise ValueError(f"--serve is {self.serve!r}; it must be HOST:PORT")
         if host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"{name} {host} also needs --advertise: the name the other side reaches this one by")
         require_key(name, host, self.cluster_key, self.insecure)
         if len(self.devices) != 2:
             raise ValueError(f"--arena is {self.arena!r}; it must name two devices")
-        if self.connect and not self.connect.rpartition(":")[2].isdigit():
+        if self.connect and not _is_port(self.connect.rpartition(":")[2]):
             raise ValueError(f"--connect is {self.connect!r}; it must be HOST:PORT")
         if self.connect and not is_loopback(self.connect.rpartition(":")[0]) and is_loopback(self.advertise or self.host):
             raise ValueError(
@@ -108,6 +108,8 @@ class BenchConfig:
                 raise ValueError(
                     f"--{option_name} is {getattr(self, option_name)!r}; it must be numbers with commas between them"
                 )
+        if self.repeats < 1:
+            raise ValueError(f"--repeats is {self.repeats}; it must be at least 1")
         try:
             Faults.parse(self.inject)
         except ValueError as error:
@@ -139,6 +141,10 @@ class BenchConfig:
     @property
     def peer_names(self) -> list[str]:
         return self.peers.split(",") if self.peers else []
+
+
+def _is_port(text: str) -> bool:
+    return text.isdigit() and int(text) < 1 << 16
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -91,6 +92,35 @@ def test_who_is_no_member_is_refused_and_counted_and_members_still_talk(
     assert received(inbox) == [Abort(1, 2)]
     outsider.close()
     member.close()
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["sender has a key", "listener has a key"])
+def test_who_was_turned_away_gets_through_once_the_other_side_is_started_again_as_it_should_be(
+    contexts: Callable[[str], zmq.Context[Any]], key_file: str, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    """With a key at one side only libzmq gives the connection up for good."""
+    monkeypatch.setattr("wire.sockets.CONNECT_AGAIN_S", 0.2)
+    ours, wrong = (key_file, "") if here else ("", key_file)
+    outbox, inbox = Outbox(contexts(ours)), Inbox(contexts(wrong))
+    address, port = inbox.address, int(inbox.address.rpartition(":")[2])
+    status = Status("decode", "d", "serving", "tcp://x", {}, {}, [{}, {}, {}], b"", 1)
+    heartbeat = Heartbeat(contexts(ours), address, status, period_s=0.02, unheard_s=1.0)
+    assert until(lambda: not outbox.send(address, Abort(1, 1))), "it is turned away"
+    assert until(lambda: heartbeat._unheard_since_s is not None)
+    inbox.close()
+    context, opened = contexts(ours), list[Inbox]()
+
+    def opens() -> bool:  # libzmq closes the other in its own time
+        with contextlib.suppress(zmq.ZMQError):
+            opened.append(Inbox(context, port=port))
+        return bool(opened)
+
+    assert until(opens)
+    assert until(lambda: status in received(opened[0], 0.1))
+    assert until(lambda: outbox.send(address, Abort(2, 2)) and Abort(2, 2) in received(opened[0], 0.1))
+    heartbeat.close()
+    outbox.close()
+    opened[0].close()
 
 
 def test_nothing_is_readable_on_the_wire(contexts: Callable[[str], zmq.Context[Any]], key_file: str) -> None:

@@ -648,6 +648,43 @@ def test_a_stranger_says_nothing_at_a_port_with_a_password(
     receiver.close()
 
 
+@pytest.mark.parametrize("kind", [BulkTransport, ThreadTransport], ids=["process", "thread"])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(PASSWORD, PASSWORD[::-1]), (PASSWORD, b""), (b"", PASSWORD)],
+    ids=["another", "theirs_without", "ours_without"],
+)
+def test_a_sender_that_is_turned_away_says_why_and_serves_others(
+    kind: type[BulkTransport], ours: bytes, theirs: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """libzmq has nowhere to put a HELLO then, and would wait for ever."""
+    sender, receiver = kind(small_arena(), password=ours), ThreadTransport(small_arena(), password=theirs)
+    friend = ThreadTransport(small_arena(), password=ours)
+    friend.expect(KEY, 3, [5])
+    for rid in (8, 9):
+        sender.write(receiver.address(), (rid, 0), table([page_span(1, 1)]))
+        (lost,) = collect(sender, len)
+        assert isinstance(lost, Lost) and "give both the same --cluster-key" in lost.reason
+        assert not sender.links()[receiver.address()].usable and lost.reason in caplog.text
+    sender.write(friend.address(), KEY, table([page_span(1, 5)]))
+    assert [type(event) for event in collect(sender, len)] == [Wrote]
+    for each in (sender, receiver, friend):
+        each.close()
+
+
+def test_a_peer_that_breaks_every_connection_is_greeted_a_few_times_a_second(zeromq_opener: Opener) -> None:
+    sender, listener = zeromq_opener(small_arena()), socket.create_server(("127.0.0.1", 0))
+    sender.write(f"tcp://127.0.0.1:{listener.getsockname()[1]}", KEY, table([page_span(1, 1)]))
+    begin_s, greeted = time.monotonic(), 0
+    while greeted < 3 or time.monotonic() < begin_s + 1.0:
+        listener.accept()[0].close()
+        greeted += 1
+    assert greeted < 40 * (time.monotonic() - begin_s)
+    set_stall(sender, 0.5)
+    assert [type(event) for event in collect(sender, len)] == [Lost], "all the same, it is given up"
+    listener.close()
+
+
 def test_who_sends_frames_without_end_is_cut_off_at_a_port_with_a_password() -> None:
     """libzmq collects the frames of a message, however many, before anybody sees one: 64 bytes of memory for one of a byte."""
     receiver = BulkTransport(small_arena(), password=PASSWORD)
@@ -1532,6 +1569,8 @@ def test_a_receiver_of_another_version_is_not_waited_for_and_serves_once_it_is_o
     assert isinstance(lost, Lost) and reason in lost.reason
     assert reason in sender.links()[peer.address].reason and not sender.links()[peer.address].usable
     assert reason in caplog.text
+    peer.socket.send_multipart([identity, b"pdV1pdH5"])
+    assert wait(lambda: bad_frames(sender) == 6) and sender.poll() == [] and caplog.text.count(reason) == 1, "it is said once"
     sender.write(peer.address, (8, 0), table([page_span(1, 1)]))
     assert isinstance(collect(sender, len)[0], Lost), "at once"
     time.sleep(0.3)

@@ -40,22 +40,11 @@ class Heartbeat:
         stale_s: float = STALE_S,
         unheard_s: float = UNHEARD_S,
     ) -> None:
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        # Nothing is queued for a router that is away: only the newest Status is worth sending, not the thousands before.
-        # (CONFLATE would say the same, but closing such a socket loses its last message.)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.SNDHWM, 2)
-        self._socket.setsockopt(zmq.SNDTIMEO, int(min(period_s, PERIOD_S) * 1000))
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        try:
-            self._socket.connect(router)
-        except zmq.ZMQError:
-            self._socket.close(linger=0)
-            raise
+        self._context, self._send_ms = context, int(min(period_s, PERIOD_S) * 1000)
         self._router, self._period_s, self._stale_s, self._unheard_s = router, period_s, stale_s, unheard_s
+        self._socket = self._connect()
         self._unheard_since_s: float | None = None  # None: the last Status has left over a connection of members
-        self._warn_at_s = 0.0
+        self._warn_at_s = self._connect_at_s = 0.0
         self._closing = threading.Event()
         self.publish(status)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -79,6 +68,22 @@ class Heartbeat:
         self._send(self._last_word)
         self._socket.close(linger=LAST_WORD_MS)
 
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+        # Nothing is queued for a router that is away: only the newest Status is worth sending, not the thousands before.
+        # (CONFLATE would say the same, but closing such a socket loses its last message.)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.SNDHWM, 2)
+        socket.setsockopt(zmq.SNDTIMEO, self._send_ms)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        try:
+            socket.connect(self._router)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        return socket
+
     def _send(self, frame: bytes) -> None:
         try:
             self._socket.send(frame)
@@ -87,9 +92,15 @@ class Heartbeat:
             self._unheard(time.monotonic())
 
     def _unheard(self, now_s: float) -> None:
-        """Warns when the router has been out of reach for long, and again each `WARN_EVERY_S`."""
+        """Warns when the router has been out of reach for long, and again each `WARN_EVERY_S`. And connects once more: of a
+        router that has a key, or none, where we have not, libzmq gives it up for good."""
         if self._unheard_since_s is None:
             self._unheard_since_s, self._warn_at_s = now_s, now_s + self._unheard_s
+            self._connect_at_s = self._warn_at_s
+        if now_s >= self._connect_at_s:
+            self._connect_at_s = now_s + self._unheard_s
+            self._socket.close(linger=0)
+            self._socket = self._connect()
         if now_s >= self._warn_at_s:
             self._warn_at_s = now_s + WARN_EVERY_S
             _log.warning(

@@ -8,6 +8,7 @@ socket is closed without lingering (session_base.cpp, `clean_pipes`; `close_lane
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from wire.curve import ClusterKey, RefusedPeers, be_server, secure
 MAX_MESSAGE_BYTES = 16 << 20  # a 1M-token prompt is 4 MB
 HARD_LIMIT_BYTES = 64 << 20  # libzmq closes the connection of a peer that announces more
 SEND_QUEUE = 100_000
+CONNECT_AGAIN_S = 10.0  # of no room in a peer's queue: libzmq has given up one that turned us away, and says it in no other way
 MAX_PEERS = 2048  # connections an outbox holds: peers come and go under new addresses, and nobody says that one is gone
 MAX_SOCKETS = 2 * MAX_PEERS + 64  # of a process: an outbox, a transport's lanes, the rest; libzmq's own limit is 1023
 
@@ -115,6 +117,7 @@ class Outbox:
         self._context = context
         self._linger_ms = linger_ms  # so that a last word (Status "gone") still leaves when the process ends
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._full_s: dict[str, float] = {}  # since when nothing can be queued, by address
         self.dropped = 0
 
     def send(self, address: str, message: Any) -> bool:
@@ -123,12 +126,18 @@ class Outbox:
             self._socket(address).send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:
             self.dropped += 1
+            now_s = time.monotonic()
+            if address in self._sockets and now_s - self._full_s.setdefault(address, now_s) >= CONNECT_AGAIN_S:
+                self.forget(address)
             return False
+        if self._full_s:
+            self._full_s.pop(address, None)
         return True
 
     def forget(self, address: str) -> None:
         """Drops the connection to a peer that is gone, with whatever was queued for it."""
         socket = self._sockets.pop(address, None)
+        self._full_s.pop(address, None)
         if socket is not None:
             socket.close(linger=0)
 
@@ -153,5 +162,7 @@ class Outbox:
                 raise
             self._sockets[address] = socket
             if len(self._sockets) > MAX_PEERS:
-                self._sockets.pop(next(iter(self._sockets))).close(linger=self._linger_ms)
+                oldest = next(iter(self._sockets))
+                self._full_s.pop(oldest, None)
+                self._sockets.pop(oldest).close(linger=self._linger_ms)
         return self._sockets[address]

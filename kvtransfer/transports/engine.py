@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import zmq
@@ -47,7 +47,7 @@ class Site:
     host: str
     options: BulkOptions
     counters: Counters
-    password: bytes = b""  # that peers have to show
+    password: bytes = field(default=b"", repr=False)  # that peers have to show
 
 
 class Engine:

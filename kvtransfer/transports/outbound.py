@@ -9,6 +9,7 @@ acknowledged goes out again: the receiver knows each chunk by its number.
 
 from __future__ import annotations
 
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -51,11 +52,16 @@ CREDIT = 4  # chunks under way on one connection: with CHUNK_BYTES, what a peer 
 PROBE_BYTES = 16 << 20
 IDLE_S = 300.0  # an unused connection is closed: decode workers come and go
 RETEST_S = 5.0  # a peer that was too slow is tested again after so long
+GREET_AGAIN_S = 0.1  # a peer whose connection breaks is greeted again, so long after the last time at the earliest
 RECONNECT_MS = 50  # libzmq's first wait before it connects again
 COMPUTING_MS = 1  # to look again whether what is to be sent has been computed
 CLOSING_MS = 1  # and whether libzmq is done with what has been answered
 _ACKS = 64  # read in one go
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # as numbers: joining enums takes as long as a small send
+_FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_TURNED_AWAY = {int(zmq.EVENT_HANDSHAKE_FAILED_AUTH), int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)}
+_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)  # one has a password, the other asks for none
+_EVENT = struct.Struct("<HI")  # zmq_socket_monitor(3)
 _REFUSALS = {
     LATE: "has closed the window",
     REFUSED: "refuses the bytes",
@@ -82,6 +88,8 @@ class Lane:
 class Peer:
     address: str
     moved_s: float  # when it last took something, or had nothing to take
+    greeted_s: float = 0.0
+    broken: bool = False  # one of its connections is
     lanes: list[Lane] = field(default_factory=list)
     path: str = ""  # once it has answered our HELLO
     device: bool = False
@@ -135,7 +143,11 @@ class Outbound:
         """Reads what peers say, begins what they have credit for, a chunk per connection, and sends what is copied; when there
         is nothing else to do, it waits for one copy."""
         for peer in list(self._peers.values()):
-            if any(lane.monitor in ready and _broken(lane) for lane in peer.lanes):
+            events = {_event(lane) for lane in peer.lanes if lane.monitor in ready}
+            peer.broken |= zmq.EVENT_DISCONNECTED in events
+            if events & _TURNED_AWAY:
+                self._shut_out(peer, now_s)
+            elif peer.broken and now_s - peer.greeted_s >= GREET_AGAIN_S:
                 self._reconnect(peer, now_s)
             for lane in peer.lanes:
                 if lane.socket in ready:
@@ -172,11 +184,9 @@ class Outbound:
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = Peer(address, now_s)
-        if not peer.lanes:
-            self._greet(peer, now_s)
-        elif peer.link is not None and not peer.link.usable and now_s - peer.tested_s < RETEST_S:
+        if peer.link is not None and not peer.link.usable and now_s - peer.tested_s < RETEST_S:
             self._jobs.lose_peer(address, peer.link.reason)
-        elif peer.link is not None and not peer.link.usable:
+        elif not peer.lanes or (peer.link is not None and not peer.link.usable):
             self._drop_lanes(peer)
             peer.link = None
             self._greet(peer, now_s)  # from the start: whether its path is what was asked for is found out with WELCOME
@@ -184,14 +194,15 @@ class Outbound:
             self._begin(peer, now_s)
 
     def _greet(self, peer: Peer, now_s: float) -> None:
-        peer.path, peer.moved_s = "", now_s
+        peer.path, peer.moved_s, peer.greeted_s, peer.broken = "", now_s, now_s, False
         try:
             peer.lanes = [self._connect(peer.address)]
         except zmq.ZMQError as error:
             self._jobs.lose_peer(peer.address, f"cannot connect to {peer.address!r}: {error}")
             self._forget(peer)
             return
-        peer.lanes[0].socket.send(pack_hello(self._hello))
+        with suppress(zmq.Again):  # it has been turned away already: its monitor says so
+            peer.lanes[0].socket.send(pack_hello(self._hello), _LAST)
 
     def _welcomed(self, peer: Peer, frame: bytes, now_s: float) -> None:
         welcome = unpack_welcome(frame)
@@ -211,9 +222,15 @@ class Outbound:
 
     def _turned_away(self, peer: Peer, frame: bytes, now_s: float) -> None:
         theirs = unpack_other(frame)
-        if peer.path:
-            raise BadFrame("another version, of who has welcomed us")
+        if peer.path or (peer.link is not None and not peer.link.usable):  # which has been said
+            raise BadFrame("another version, of who has answered us")
         self._tested(peer, Link("", 0.0, f"{peer.address} speaks {versions(theirs)}", False), now_s)
+
+    def _shut_out(self, peer: Peer, now_s: float) -> None:
+        """libzmq does not connect again."""
+        self._drop_lanes(peer)
+        who = f"{peer.address} and we turn each other away: give both the same --cluster-key, or neither one"
+        self._tested(peer, Link("", 0.0, who, False), now_s)
 
     def _test(self, peer: Peer, now_s: float) -> None:
         """Sends page 0, which is nobody's, a few times over all connections; the last answer ends the test."""
@@ -230,7 +247,8 @@ class Outbound:
             for lane in peer.lanes:
                 chunk = Chunk((0, 0), next(self._numbers), spans, name, probe=True)
                 payload: list[Any] = [] if name else [data] * pages
-                lane.socket.send_multipart([pack_chunk(chunk), *payload], copy=False)
+                with suppress(zmq.Again):  # as for a HELLO
+                    lane.socket.send_multipart([pack_chunk(chunk), *payload], _LAST, copy=False)
                 lane.under_way[chunk.number] = None
         peer.probes_left = rounds * len(peer.lanes)
         peer.probe_bytes = peer.probes_left * row_bytes * pages
@@ -292,7 +310,7 @@ class Outbound:
         return b"" if peer.path == "zeromq" else self._hello.memory_name
 
     def _can_send(self, peer: Peer) -> bool:
-        tested = peer.link is not None and peer.link.usable and peer.path
+        tested = peer.link is not None and peer.link.usable and peer.path and not peer.broken
         return bool(tested) and any(lane.credit > 0 for lane in peer.lanes)
 
     def _computed(self, peer: Peer) -> bool:
@@ -419,7 +437,7 @@ class Outbound:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)  # libzmq closes the connection of a peer that announces more
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED)
         try:
             socket.connect(address)
         except zmq.ZMQError:
@@ -447,10 +465,11 @@ def close_lane(lane: Lane) -> None:
     lane.socket.close(linger=RECONNECT_MS // 2)
 
 
-def _broken(lane: Lane) -> bool:
-    """Whether the connection is gone; what the monitor says is read so that it is said once."""
+def _event(lane: Lane) -> int:
+    """What became of the connection: `EVENT_DISCONNECTED`, one of `_TURNED_AWAY`, or 0 for what does not matter."""
     try:
-        lane.monitor.recv_multipart(zmq.NOBLOCK)
+        what, _ = lane.monitor.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
-        return False
-    return True
+        return 0
+    event, value = _EVENT.unpack(what)
+    return 0 if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value != _MISMATCH else int(event)
