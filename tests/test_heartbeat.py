@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -188,6 +190,24 @@ def test_only_a_router_with_another_key_is_warned_of(worker_has: str, caplog: py
         each.destroy(linger=0)
     assert bool(heard) == (worker_has == "the key")
     assert len(warnings_of(caplog)) == (worker_has != "the key")
+
+
+def test_a_connection_that_cannot_be_made_again_leaves_the_old_one(
+    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, tried = own_port(), threading.Event()
+    heartbeat = Heartbeat(context, f"tcp://127.0.0.1:{port}", status(), period_s=0.02, unheard_s=0.05)
+
+    def too_many_sockets() -> None:
+        tried.set()
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(heartbeat, "_connect", too_many_sockets)
+    assert tried.wait(PATIENCE_S)
+    inbox = inbox_again(context, port)
+    assert inbox.wait(PATIENCE_S), "it beats on"
+    heartbeat.close()
+    inbox.close()
 
 
 def test_an_address_that_is_none_raises(context: zmq.Context[Any]) -> None:

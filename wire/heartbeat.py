@@ -84,6 +84,15 @@ class Heartbeat:
             raise
         return socket
 
+    def _connect_again(self) -> None:
+        try:
+            socket = self._connect()
+        except zmq.ZMQError as error:  # too many sockets, say: no reason to fall silent for good
+            _log.warning("cannot connect to the router %s once more: %s", self._router, error)
+            return
+        self._socket.close(linger=0)
+        self._socket = socket
+
     def _send(self, frame: bytes) -> None:
         try:
             self._socket.send(frame)
@@ -99,8 +108,7 @@ class Heartbeat:
             self._connect_at_s = self._warn_at_s
         if now_s >= self._connect_at_s:
             self._connect_at_s = now_s + self._unheard_s
-            self._socket.close(linger=0)
-            self._socket = self._connect()
+            self._connect_again()
         if now_s >= self._warn_at_s:
             self._warn_at_s = now_s + WARN_EVERY_S
             _log.warning(
