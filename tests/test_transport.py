@@ -1618,6 +1618,26 @@ def test_an_engine_in_a_thread_keeps_what_libzmq_frees() -> None:
     assert _keep_freed_memory()
 
 
+def test_an_engine_in_a_process_keeps_what_libzmq_frees() -> None:
+    transport = BulkTransport(small_arena())
+    assert transport._process is not None
+    told = Path(f"/proc/{transport._process.pid}/environ").read_bytes().split(b"\0")
+    assert {b"MALLOC_TRIM_THRESHOLD_=%d" % (1 << 30), b"MALLOC_MMAP_THRESHOLD_=%d" % (1 << 30)} <= {*told}
+    transport.close()
+
+
+@pytest.mark.parametrize("algorithm", ["bbr", "cubic", None])
+def test_the_log_says_that_tcp_paces_loopback(
+    algorithm: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    setting = tmp_path / "tcp_congestion_control"
+    if algorithm is not None:
+        setting.write_text(f"{algorithm}\n")
+    monkeypatch.setattr("kvtransfer.transports.bulk._CONGESTION", setting)
+    thread_transport(small_arena()).close()
+    assert ("use BBR" in caplog.text) == (algorithm == "bbr")
+
+
 @pytest.mark.parametrize(("before_s", "after_s"), [(0.005, 0.0005), (0.0002, 0.0002)])
 def test_a_thread_that_computes_gives_way_to_the_engine_soon(before_s: float, after_s: float) -> None:
     kept_s = sys.getswitchinterval()
