@@ -32,7 +32,7 @@ class RouterConfig:
     probe_every_s: float = option(3.0, help="a worker that nothing has proven for this long is probed")
     health_window_s: float = option(10.0, help="/health is red when no hand-off has worked for this long")
     cluster_key: str = option(
-        "", help="file of the cluster's key (scripts/make_keys.py): only members are talked to, encrypted"
+        "", help="file of the cluster's key (python -m scripts.make_keys): only members are talked to, encrypted"
     )
     insecure: bool = option(False, help="let the inbox listen beyond this host without a key: whoever can connect is served")
     timeline: bool = option(False, help="log when each request is sent to workers and answered; they take --timeline too")

@@ -224,7 +224,13 @@ def _die_with_parent() -> None:
 
 
 def _stop_requested(signum: int, frame: FrameType | None) -> None:
+    _ignore_signals()  # a second one must not interrupt what the first one stops
     raise KeyboardInterrupt
+
+
+def _ignore_signals() -> None:
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
 
 
 def main() -> int:
@@ -243,8 +249,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 0
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _ignore_signals()
         if system is not None:
             system.stop()
     return 0

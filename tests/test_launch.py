@@ -61,6 +61,19 @@ def test_ready_line_then_a_signal_stops_every_child(stop: signal.Signals) -> Non
     assert not [pid for pid in children if alive(pid)]
 
 
+def test_a_second_signal_does_not_interrupt_what_the_first_one_stops() -> None:
+    kept = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        signal.signal(signal.SIGTERM, launch_local._stop_requested)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        for each, handler in kept.items():
+            signal.signal(each, handler)
+
+
 def test_children_end_when_the_launcher_is_killed() -> None:
     process = launch()
     assert process.stdout is not None and process.stdout.readline().startswith("ready")

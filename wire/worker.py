@@ -71,7 +71,7 @@ class WorkerConfig:
     threads: int = option(1, help="CPU threads of the model")
     timeline: bool = option(False, help="log when each request passes each stage, on a clock that all of a host share")
     cluster_key: str = option(
-        "", help="file of the cluster's key (scripts/make_keys.py): only members are talked to, encrypted"
+        "", help="file of the cluster's key (python -m scripts.make_keys): only members are talked to, encrypted"
     )
     insecure: bool = option(False, help="listen beyond this host without a key: whoever can connect is served")
 
