@@ -180,13 +180,14 @@ def table(rows: list[dict[str, float]]) -> str:
 
 def main() -> int:
     config = parse(BenchConfig, "bench_serving")
-    system = None if config.url else System(LocalConfig(model=config.model, port=0, device=config.device))
+    system: System | None = None
     figures: dict[str, list[dict[str, float]]] = {}
     try:
         url = config.url
         if url:
             asyncio.run(reach(url))
-        if system is not None:
+        else:
+            system = System(LocalConfig(model=config.model, port=0, device=config.device))
             url = system.start()
             figures["overhead"] = overhead(url, config)
             print("time per output token, whole system against the bare decode loop in one process")

@@ -83,7 +83,7 @@ class BenchConfig:
         require_whole_numbers("--batches", self.batches)
         require_whole_numbers("--drafts", self.drafts, least=0)
         for name, least in (
-            ("prompt_tokens", 1), ("tokens", 2), ("rounds", 1), ("chosen_rounds", 0), ("temperature", 0), ("layers", 0),
+            ("prompt_tokens", 2), ("tokens", 2), ("rounds", 1), ("chosen_rounds", 0), ("temperature", 0), ("layers", 0),
             ("context", 1), ("threads", 1),
         ):  # fmt: skip
             require_least(f"--{name.replace('_', '-')}", getattr(self, name), least)

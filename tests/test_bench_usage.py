@@ -67,12 +67,15 @@ def test_numbers_that_cannot_be_meant(name: str, flag: str, said: str, capsys: p
     assert said in refusal(name, [flag], capsys)
 
 
-def test_a_server_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_or_a_model_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with closed_port() as port:
-        monkeypatch.setattr(sys, "argv", ["bench_serving", "--url", f"http://127.0.0.1:{port}"])
-        assert bench_serving.main() == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("bench_serving: ") and f"127.0.0.1:{port}" in said
+        for flag, what in (("--url", f"http://127.0.0.1:{port}"), ("--model", str(tmp_path / "missing"))):
+            monkeypatch.setattr(sys, "argv", ["bench_serving", flag, what])
+            assert bench_serving.main() == 2
+            (said,) = capsys.readouterr().err.splitlines()
+            assert said.startswith("bench_serving: ") and what.removeprefix("http://") in said
 
 
 @pytest.mark.parametrize(("name", "owner"), [("kv_peers", "--peers"), ("kv_undigested", "--digest-cost")])
