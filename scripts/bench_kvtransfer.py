@@ -480,15 +480,13 @@ def _target(config: BenchConfig) -> Iterator[tuple[str, int]]:
         return
     key = ["--cluster-key", config.cluster_key] if config.cluster_key else []
     command = [sys.executable, "-m", "scripts.bench_kvtransfer", "--serve", "127.0.0.1:0", *key]
-    with no_interrupts():
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    with child:
-        try:
-            assert child.stdout is not None
-            host, port = child.stdout.readline().split()[1].rsplit(":", 1)
-            yield host, int(port)
-        finally:
-            child.terminate()
+    with contextlib.ExitStack() as stack:
+        with no_interrupts():
+            child = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            stack.callback(child.terminate)
+        assert child.stdout is not None
+        host, port = child.stdout.readline().split()[1].rsplit(":", 1)
+        yield host, int(port)
 
 
 def digest_cost(config: BenchConfig) -> None:

@@ -85,11 +85,16 @@ def busy_python(threads: int) -> Iterator[None]:
 @contextlib.contextmanager
 def no_interrupts() -> Iterator[None]:
     """For starting processes: a terminal's Ctrl-C goes to all of them, and they inherit that it waits. We say when they end."""
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))  # other threads do not block it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+    if came and callable(handler):  # else it was ignored before
+        raise KeyboardInterrupt
 
 
 def host_pages(arena: Arena) -> Bytes:
