@@ -39,7 +39,7 @@ from scripts.decode_profile import recorded, summary
 from scripts.decode_steps import MOST_STEPS, Steps, fill_memory, indexer_of_the_maximum, last_positions
 from scripts.random_checkpoint import RandomCheckpoint, entries_of
 from scripts.released_config import RELEASED, with_layers
-from wire.options import option, parse
+from wire.options import option, parse, require_least, require_place, require_whole_numbers
 
 SECTIONS = ("decode", "limit", "bits", "prefill", "profile", "capacity")
 TINY_CONFIG = Path(__file__).parent.parent / "bundled" / "tiny" / "config.json"
@@ -79,8 +79,9 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         for name in ("layers", "batches", "contexts", "prompts", "profiled"):
-            if not all(each.isdigit() and int(each) > 0 for each in getattr(self, name).split(",")):
-                raise ValueError(f"--{name} {getattr(self, name)!r}: whole numbers with commas between them")
+            require_whole_numbers(f"--{name}", getattr(self, name))
+        for name in ("limit", "short_limit", "limit_context", "chunk"):
+            require_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
         for name in ("replays", "steps", "profiled_steps"):
             if not 0 < getattr(self, name) <= MOST_STEPS - WARM_STEPS:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: from 1 to {MOST_STEPS - WARM_STEPS}")
@@ -88,6 +89,7 @@ class BenchConfig:
             raise ValueError(f"--only {unknown[0]}: the sections are {', '.join(SECTIONS)}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("torch finds no GPU here; --device cpu --widths tiny shows that the program runs")
+        require_place("--json", self.json)
 
     def numbers(self, name: str) -> list[int]:
         return [int(each) for each in getattr(self, name).split(",")]

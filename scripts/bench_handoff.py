@@ -35,7 +35,7 @@ from scripts.handoff_timeline import LIMIT, Way, logged, way_of
 from scripts.launch_local import BUNDLED_MODEL, LaunchError, LocalConfig, System
 from scripts.random_checkpoint import write_checkpoint
 from scripts.released_config import RELEASED, with_layers
-from wire.options import option, parse
+from wire.options import option, parse, require_least, require_place, require_whole_numbers
 
 LIMIT_TOKENS = 32_768  # the prompts that the limit is set for, on a GPU
 START_LIMIT_S = 60.0  # of a worker that finds its kernels compiled
@@ -65,13 +65,12 @@ class BenchConfig:
     json: str = option("", help="also write the figures to this file")
 
     def __post_init__(self) -> None:
-        if not all(each.isdigit() and int(each) > 1 for each in self.prompts.split(",")):
-            raise ValueError(f"--prompts {self.prompts!r}: numbers of tokens, two at least, with commas between them")
+        require_whole_numbers("--prompts", self.prompts, least=2)
         for name, least in (("output_tokens", 2), ("repeats", 1), ("layers", 0), ("starts", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {least}")
+            require_least(f"--{name.replace('_', '-')}", getattr(self, name), least)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("torch finds no GPU here")
+        require_place("--json", self.json)
 
     @property
     def lengths(self) -> list[int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import random
 import socket
 import statistics
@@ -33,19 +34,20 @@ from kvtransfer.sender import Sender, SendLost, Sent
 from kvtransfer.transports import BulkOptions, Key, Transport, open_transport
 from kvtransfer.transports.bulk import congestion_control
 from kvtransfer.transports.faults import Faults, FaultyTransport
-from scripts.kv_ends import NUM_SLOTS, busy_python, cpu_seconds, flash_layout, host_pages, prove, serve
+from scripts.kv_ends import NUM_SLOTS, busy_python, cpu_seconds, flash_layout, host_pages, no_interrupts, prove, serve
 from scripts.kv_floors import copy_rate, memcpy_seconds, send
 from scripts.kv_peers import LIBRARIES, Peer, require
 from scripts.kv_undigested import UndigestedTransport
 from wire.curve import ClusterKey, is_loopback, password_of, require_key
 from wire.messages import Abort, Failed, Grant, Offer, SamplingParams, Tokens
-from wire.options import option, parse
+from wire.options import option, parse, require_least, require_place, require_whole_numbers
 from wire.sockets import Inbox, Outbox, open_context
 from wire.worker import SWITCH_INTERVAL_S
 
 MOST_TRIES = 20  # of a hand-off: when so many of them break, by injected faults, the next ones will too
 SAY_S = 10.0  # what takes so long is said, and again each so many seconds
 PATHS = ("zeromq", "shm", "cuda_ipc", "auto")
+INTERRUPTED = 130  # the exit code that shells give Ctrl-C
 SILENCE_S = 30  # so long, with no fault injected, ends the benchmark
 
 
@@ -55,7 +57,8 @@ class BrokenHandOff(RuntimeError):
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """KV transfer between two processes or hosts, beside its floors."""
+    """KV transfer between two processes or hosts, beside its floors. In the table "-" is what was not measured: the copies
+    when arenas are of the CPU, and control round trips with --repeats 1."""
 
     serve: str = option("", help="HOST:PORT: be the decode side, of one prefill side after the other")
     connect: str = option("", help="HOST:PORT of a decode side; empty: start one on this host")
@@ -80,10 +83,12 @@ class BenchConfig:
     peers: str = option(
         "", help=f"also the same hand-offs through these libraries' TCP, where they are installed: {','.join(LIBRARIES)}"
     )
-    repeats: int = option(5, help="measurements of a case; the median counts")
+    repeats: int = option(5, help="measurements of a case; the median counts; with 1, control round trips are not measured")
     json: str = option("", help="also write the numbers to this file")
 
     def __post_init__(self) -> None:
+        if self.serve and self.connect:
+            raise ValueError("--serve is the decode side and --connect the prefill side: give one of them")
         name, host = ("--serve", self.serve.rpartition(":")[0]) if self.serve else ("--host", self.host)
         if self.serve and not (host and _is_port(self.serve.rpartition(":")[2])):
             raise ValueError(f"--serve is {self.serve!r}; it must be HOST:PORT")
@@ -104,12 +109,10 @@ class BenchConfig:
         if "cuda_ipc" in self.paths.split(",") and not all(device.startswith("cuda") for device in self.devices):
             raise ValueError(f"--paths cuda_ipc goes between GPUs; --arena is {self.arena}: give --arena cuda:0,cuda:1")
         for option_name in ("contexts", "requests", "lanes"):
-            if not all(number.isdigit() and int(number) for number in getattr(self, option_name).split(",")):
-                raise ValueError(
-                    f"--{option_name} is {getattr(self, option_name)!r}; it must be numbers with commas between them"
-                )
-        if self.repeats < 1:
-            raise ValueError(f"--repeats is {self.repeats}; it must be at least 1")
+            require_whole_numbers(f"--{option_name}", getattr(self, option_name))
+        require_least("--repeats", self.repeats, 1)
+        require_least("--busy", self.busy, 0)
+        require_place("--json", self.json)
         try:
             Faults.parse(self.inject)
         except ValueError as error:
@@ -124,8 +127,12 @@ class BenchConfig:
             ClusterKey.read(self.cluster_key)  # raises for what is none
 
     def _check_peers(self, host: str) -> None:
-        if self.peers and (self.arena != "cpu,cpu" or self.digest_cost or self.serve):
-            raise ValueError("--peers is of arenas of the CPU, and of the table that the prefill side prints")
+        if self.peers and self.serve:
+            raise ValueError("--peers is not for --serve: give it at the side with --connect, which prints the table")
+        if self.peers and self.digest_cost:
+            raise ValueError("--peers adds columns to the table, and --digest-cost prints another: give one of them")
+        if self.peers and self.arena != "cpu,cpu":
+            raise ValueError(f"--peers is for arenas in the memory of the CPU only; --arena is {self.arena}")
         if self.peers and not (is_loopback(host) or self.insecure):
             raise ValueError(f"--peers {self.peers} takes bytes from whoever can connect: it needs --insecure at both sides")
         for name in self.peer_names:
@@ -204,7 +211,8 @@ class Source:
         there = self._ask(order)
         open_it = open_transport if digest else UndigestedTransport
         try:
-            real = open_it(self.arena, config.host, config.advertise, options, password_of(config.cluster_key))
+            with no_interrupts():
+                real = open_it(self.arena, config.host, config.advertise, options, password_of(config.cluster_key))
         except RuntimeError as error:
             raise SystemExit(f"bench_kvtransfer: {error}") from error
         self.transport: Transport = FaultyTransport(real, Faults.parse(config.inject)) if config.inject else real
@@ -280,7 +288,10 @@ class Source:
         order = random.sample(range(1, self.num_pages + 1), pages)
         cpu_s = self.cpu_seconds()
         there = self._ask({"do": "floor", "order": random.sample(order, pages), "streams": streams, "packed": packed})
-        seconds = send((self._target[0], there["port"]), self.host_pages, order, streams, packed)
+        try:
+            seconds = send((self._target[0], there["port"]), self.host_pages, order, streams, packed)
+        except OSError as error:
+            raise SystemExit(f"the decode side has hung up in the middle of a floor: {error}") from error
         gb = pages * self.layout.page_bytes / 1e9
         return gb / seconds, (self.cpu_seconds() - cpu_s) / gb
 
@@ -396,11 +407,13 @@ def measure(source: Source, path: str, lanes: int, context: int, requests: int, 
         before_s = source.cpu_seconds()
         if number % 2:  # control messages beside the bulk; in the other repeats nothing but bulk costs CPU
             pinger.start()
-        seconds, latencies, num_bytes = source.hand_off(context, requests)
-        stop.set()
-        if number % 2:
-            pinger.join()
-        else:
+        try:
+            seconds, latencies, num_bytes = source.hand_off(context, requests)
+        finally:
+            stop.set()
+            if number % 2:
+                pinger.join()
+        if not number % 2:
             cpu_s += source.cpu_seconds() - before_s
             gb += requests * num_bytes / 1e9
         rates.append(requests * num_bytes / 1e9 / seconds)
@@ -467,13 +480,13 @@ def _target(config: BenchConfig) -> Iterator[tuple[str, int]]:
         return
     key = ["--cluster-key", config.cluster_key] if config.cluster_key else []
     command = [sys.executable, "-m", "scripts.bench_kvtransfer", "--serve", "127.0.0.1:0", *key]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None
-            host, port = child.stdout.readline().split()[1].rsplit(":", 1)
-            yield host, int(port)
-        finally:
-            child.terminate()
+    with contextlib.ExitStack() as stack:
+        with no_interrupts():
+            child = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            stack.callback(child.terminate)
+        assert child.stdout is not None
+        host, port = child.stdout.readline().split()[1].rsplit(":", 1)
+        yield host, int(port)
 
 
 def digest_cost(config: BenchConfig) -> None:
@@ -536,9 +549,9 @@ def header(peers: Sequence[str]) -> str:
 
 
 def line(row: Row) -> str:
-    """What was not measured is left empty."""
+    """What was not measured is a "-"."""
     peers = "".join(f"  {peer.to_it:9.2f} ({peer.gb_per_s:4.2f},     {peer.cpu_s_per_gb:4.2f})" for peer in row.peers.values())
-    to_copy, control = ("" if number is None else f"{number:.2f}" for number in (row.to_copy, row.control_p99_ms))
+    to_copy, control = ("-" if number is None else f"{number:.2f}" for number in (row.to_copy, row.control_p99_ms))
     return (
         f"{row.path:8} {row.lanes:5}  {row.context:7} {row.requests:2}  {row.gb_per_s:5.2f}  {row.to_tcp:4.2f}"
         f"  {row.to_packed:7.2f}  {row.to_memcpy:7.2f}  {to_copy:>5}  {row.p50_ms:8.1f}  {row.p99_ms:8.1f}"
@@ -550,21 +563,34 @@ def line(row: Row) -> str:
 def main() -> None:
     config = parse(BenchConfig, "bench_kvtransfer")
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as workers have it
+    logging.getLogger("kvtransfer").addFilter(_not_of_pacing)
+    try:
+        _main(config)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _not_of_pacing(record: logging.LogRecord) -> bool:
+    """Every transport warns of BBR; here a line says once which congestion control there is."""
+    return "BBR" not in record.getMessage()
+
+
+def _main(config: BenchConfig) -> None:
+    control = f"TCP congestion control here: {congestion_control()} (bbr paces loopback to about half)"
     if config.serve:
         host, port = config.serve.rsplit(":", 1)
+        if not is_loopback(host):  # there the other side says so
+            print(control, file=sys.stderr, flush=True)
         try:
             serve(flash_layout(), host, int(port), config.advertise, config.cluster_key, config.insecure)
         except OSError as error:
             sys.exit(f"bench_kvtransfer: --serve {config.serve}: {error}")
         return
+    print(control, flush=True)
     if config.digest_cost:
         digest_cost(config)
         return
-    print(
-        f"TCP congestion control here: {congestion_control()} (bbr paces loopback to about half)",
-        header(config.peer_names),
-        sep="\n",
-    )
+    print(header(config.peer_names), flush=True)
     rows = run(config)
     if config.json:
         with open(config.json, "w") as file:

@@ -31,7 +31,7 @@ import zmq
 
 from tests.scripted import Script, ScriptedDecode, ScriptedPrefill
 from wire.messages import Prefill, SamplingParams, Tokens, pack_ids
-from wire.options import option, parse
+from wire.options import option, parse, require_least, require_place
 from wire.sockets import Inbox, Outbox
 
 STREAMS, TICK_S, CONNECTIONS = 256, 0.02, 64
@@ -45,7 +45,11 @@ class BenchConfig:
     """Router benchmark with scripted workers."""
 
     json: str = option("", help="also write the numbers to this file")
-    seconds: float = option(4.0, help="length of each load")
+    seconds: float = option(4.0, help="length of each load, 1 at least: CPU time comes in steps of 10 ms")
+
+    def __post_init__(self) -> None:
+        require_least("--seconds", self.seconds, 1)
+        require_place("--json", self.json)
 
 
 @dataclass

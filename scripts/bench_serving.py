@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import sys
 import time
@@ -22,8 +23,8 @@ import torch
 
 from model.batch import Batch, Row
 from model.runner import Runner
-from scripts.launch_local import ROOT, LocalConfig, System
-from wire.options import option, parse
+from scripts.launch_local import ROOT, LaunchError, LocalConfig, System
+from wire.options import option, parse, require_least, require_place, require_whole_numbers
 
 SMALLEST_MODEL = str(ROOT / "tests/data/golden/tiny-bf16/model")  # the less the model costs, the more everything else shows
 LIMITS = {1: 1.25, 16: 1.15}  # batch -> what the ratio may be
@@ -43,6 +44,23 @@ class BenchConfig:
     load_s: float = option(15.0, help="seconds of load per rate; 0: none")
     device: str = option("cpu", help="where the workers and the bare loop compute", choices=("cpu", "cuda"))
     json: str = option("", help="also write the figures to this file")
+
+    def __post_init__(self) -> None:
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"--url is {self.url!r}; it must begin with http:// or https://")
+        require_whole_numbers("--batches", self.batches)
+        for name, least in (("rounds", 1), ("prompt_tokens", 2), ("output_tokens", 2), ("load_s", 0)):
+            require_least(f"--{name.replace('_', '-')}", getattr(self, name), least)
+        if not all(_is_rate(each) for each in self.rates.split(",")):
+            raise ValueError(f"--rates is {self.rates!r}; it must be positive numbers with commas between them")
+        require_place("--json", self.json)
+
+
+def _is_rate(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
 
 
 class BareLoop:
@@ -84,6 +102,12 @@ async def stream(session: aiohttp.ClientSession, prompt: list[int], output_token
                 event = json.loads(line[6:])
                 times += [time.perf_counter()] * sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
     return times
+
+
+async def reach(url: str) -> None:
+    """Raises aiohttp.ClientError when nobody answers there."""
+    async with aiohttp.ClientSession(url) as session, session.get("/v1/models"):
+        pass
 
 
 async def token_seconds(url: str, prompts: list[list[int]], output_tokens: int) -> list[float]:
@@ -156,11 +180,14 @@ def table(rows: list[dict[str, float]]) -> str:
 
 def main() -> int:
     config = parse(BenchConfig, "bench_serving")
-    system = None if config.url else System(LocalConfig(model=config.model, port=0, device=config.device))
+    system: System | None = None
     figures: dict[str, list[dict[str, float]]] = {}
     try:
         url = config.url
-        if system is not None:
+        if url:
+            asyncio.run(reach(url))
+        else:
+            system = System(LocalConfig(model=config.model, port=0, device=config.device))
             url = system.start()
             figures["overhead"] = overhead(url, config)
             print("time per output token, whole system against the bare decode loop in one process")
@@ -171,6 +198,9 @@ def main() -> int:
             figures["load"] = [asyncio.run(open_loop(url, config, rate, vocabulary)) for rate in rates]
             print(f"\nopen loop, {config.prompt_tokens} + {config.output_tokens} tokens")
             print(table(figures["load"]))
+    except (LaunchError, aiohttp.ClientError) as error:
+        print(f"bench_serving: {error}", file=sys.stderr)
+        return 2
     finally:
         if system is not None:
             system.stop()

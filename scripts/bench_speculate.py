@@ -49,7 +49,7 @@ from scripts.released_config import RELEASED, with_layers
 from scripts.tiny_data import HELD_OUT_SEED, World
 from scripts.tiny_measure import held_out
 from wire.messages import Prefill, SamplingParams, pack_ids
-from wire.options import option, parse
+from wire.options import option, parse, require_least, require_place, require_whole_numbers
 
 PAGE_TOKENS = 256
 TEMPERATURES = (0.3, 0.7, 1.0)
@@ -80,6 +80,13 @@ class BenchConfig:
     json: str = option("", help="also write the figures to this file")
 
     def __post_init__(self) -> None:
+        require_whole_numbers("--batches", self.batches)
+        require_whole_numbers("--drafts", self.drafts, least=0)
+        for name, least in (
+            ("prompt_tokens", 2), ("tokens", 2), ("rounds", 1), ("chosen_rounds", 0), ("temperature", 0), ("layers", 0),
+            ("context", 1), ("threads", 1),
+        ):  # fmt: skip
+            require_least(f"--{name.replace('_', '-')}", getattr(self, name), least)
         if self.prompt_tokens + self.tokens + MOST_DRAFTS > PAGE_TOKENS:
             raise ValueError(f"--prompt-tokens and --tokens: together at most {PAGE_TOKENS - MOST_DRAFTS}, a page")
         if not 0 < self.replays <= MOST_STEPS // (MOST_DRAFTS + 1):
@@ -88,6 +95,7 @@ class BenchConfig:
             raise ValueError("--device cuda: torch finds no GPU here")
         if self.numbers("drafts")[0] or max(self.numbers("drafts")) > MOST_DRAFTS:
             raise ValueError(f"--drafts {self.drafts}: 0 comes first, and {MOST_DRAFTS} is the most")
+        require_place("--json", self.json)
 
     def numbers(self, name: str) -> list[int]:
         return [int(each) for each in getattr(self, name).split(",")]

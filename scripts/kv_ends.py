@@ -11,6 +11,7 @@ import hmac
 import json
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -73,10 +74,27 @@ def busy_python(threads: int) -> Iterator[None]:
     spinners = [threading.Thread(target=spin, daemon=True) for _ in range(threads)]
     for spinner in spinners:
         spinner.start()
-    yield
-    stop.set()
-    for spinner in spinners:
-        spinner.join()
+    try:
+        yield
+    finally:
+        stop.set()
+        for spinner in spinners:
+            spinner.join()
+
+
+@contextlib.contextmanager
+def no_interrupts() -> Iterator[None]:
+    """For starting processes: a terminal's Ctrl-C goes to all of them, and they inherit that it waits. We say when they end."""
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))  # other threads do not block it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+    if came and callable(handler):  # else it was ignored before
+        raise KeyboardInterrupt
 
 
 def host_pages(arena: Arena) -> Bytes:
@@ -107,14 +125,15 @@ class Target:
         self._host_pages = host_pages(arena)
         self._pool = PagePool(order["pages"] + 1, NUM_SLOTS)
         open_it = open_transport if order["digest"] else UndigestedTransport
-        transport = open_it(arena, self._host, self._advertise, BulkOptions(*order["options"]), self._password)
+        with no_interrupts():
+            transport = open_it(arena, self._host, self._advertise, BulkOptions(*order["options"]), self._password)
         new = new_secret if order["sealed"] or self._sealed else bytes
         self._receiver = Receiver(arena, transport, order["timeout_s"], new)
         reply = {"inbox": self._inbox.address, "bulk": transport.address()}
         poller = zmq.Poller()
         for source in (self._inbox.socket, connection.fileno(), transport.fileno()):
             poller.register(source, zmq.POLLIN)
-        with connection, busy_python(order["busy"]):
+        with connection, busy_python(order["busy"]), contextlib.suppress(ConnectionError):  # of a source that was stopped
             connection.sendall(json.dumps(reply).encode() + b"\n")
             while True:
                 ready = dict(poller.poll(50))
@@ -206,6 +225,8 @@ def admit(connection: socket.socket, cluster_key: str) -> bool:
 def serve(layout: KVLayout, host: str, port: int, advertise: str, cluster_key: str = "", insecure: bool = False) -> None:
     """Serves sources one after the other; prints ``listening HOST:PORT`` when it does."""
     torch.set_num_threads(1)
+    no_source = "that is no prefill side of this benchmark, or has a --cluster-key, which this side does not have"
+    refusal = "that does not have the cluster's key" if cluster_key else no_source
     with socket.create_server((host, port)) as listener:
         print(f"listening {advertise or host}:{listener.getsockname()[1]}", flush=True)
         while True:
@@ -213,5 +234,5 @@ def serve(layout: KVLayout, host: str, port: int, advertise: str, cluster_key: s
             if admit(connection, cluster_key):
                 Target(layout, host, advertise, cluster_key, insecure).serve(connection)
             else:
-                print("refused a source that does not have the cluster's key", flush=True)
+                print(f"refused a source {refusal}", flush=True)
                 connection.close()

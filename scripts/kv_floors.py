@@ -10,7 +10,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from kvtransfer.transports.memory import Bytes
 
 PACK_BYTES = 4 << 20
 VECTOR = 64  # page views handed to the kernel at once
+
+Share = Callable[[Sequence[int], socket.socket], None]  # moves these pages over a connection
 
 
 def receive(listener: socket.socket, pages: Bytes, order: Sequence[int], streams: int, packed: bool) -> None:
@@ -75,12 +77,23 @@ def copy_rate(target: Tensor, source: Tensor) -> float:
     return source.numel() / 1e9 / statistics.median(seconds[1:])
 
 
-def _in_threads(calls: list[tuple[object, Sequence[int], socket.socket]]) -> None:
-    threads = [threading.Thread(target=function, args=rest) for function, *rest in calls]  # type: ignore[arg-type]
+def _in_threads(calls: list[tuple[Share, Sequence[int], socket.socket]]) -> None:
+    """Raises OSError when one of them does."""
+    errors: list[OSError] = []
+
+    def call(function: Share, share: Sequence[int], connection: socket.socket) -> None:
+        try:
+            function(share, connection)
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=each, daemon=True) for each in calls]  # Ctrl-C does not wait for them
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _send_all(connection: socket.socket, views: list[memoryview]) -> None:

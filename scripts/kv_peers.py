@@ -269,6 +269,8 @@ def _say(connection: socket.socket, what: Any) -> None:
 
 
 def main() -> None:
+    if len(sys.argv) not in (8, 10):  # see Peer
+        sys.exit("scripts.kv_peers is a process of scripts.bench_kvtransfer --peers, and is started by that only")
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also when it stands still
     name, *numbers, host, advertise = sys.argv[1:8]
     target = sys.argv[8:]

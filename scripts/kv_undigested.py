@@ -26,6 +26,8 @@ def begin_none(digests: SpanDigests, place: Any) -> Any:
 
 
 if __name__ == "__main__":
+    if not (len(sys.argv) == 2 and sys.argv[1].isdecimal()):
+        sys.exit("scripts.kv_undigested is a process of scripts.bench_kvtransfer --digest-cost, and is started by that only")
     setattr(packer, "span_digest", no_digest)  # noqa: B010  mypy: it is a name of another module
     setattr(SpanDigests, "begin", begin_none)  # noqa: B010
     engine.main(int(sys.argv[1]))

@@ -5,7 +5,7 @@ python -m scripts.tiny_tokenizer tests/data/tokenizer
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -52,7 +52,9 @@ def build() -> Tokenizer:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(prog="python -m scripts.tiny_tokenizer", description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path, help="where tokenizer.json is written; made if it is not there")
+    folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     build().save(str(folder / "tokenizer.json"))
 

@@ -125,7 +125,7 @@ def test_what_there_is_no_time_for_is_named() -> None:
     ("arguments", "message"),
     [
         (["--device", "cpu", "--only", "decode,speed"], "--only speed: the sections are decode, limit"),
-        (["--device", "cpu", "--layers", "8,x"], "--layers '8,x': whole numbers"),
+        (["--device", "cpu", "--layers", "8,x"], "--layers is '8,x'; it must be positive whole numbers"),
         (["--device", "cpu", "--steps", "300"], "--steps 300: from 1 to 252"),
     ],
 )

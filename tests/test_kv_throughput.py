@@ -5,11 +5,16 @@ Prints the table (run pytest with -s); asserts that every byte arrived, and no s
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -173,12 +178,89 @@ def test_a_port_that_is_taken_is_one_line() -> None:
     assert ended.stderr.startswith(f"bench_kvtransfer: --serve {where}: ") and len(ended.stderr.splitlines()) == 1
 
 
-def test_what_was_not_measured_is_left_empty() -> None:
+@contextlib.contextmanager
+def own_group(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    """The benchmark as a terminal starts it: Ctrl-C reaches it and what it has started, and nobody else."""
+    command = [sys.executable, "-m", "scripts.bench_kvtransfer", *flags]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def interrupt(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "")
+
+
+LONG = ("--contexts", "1024", "--requests", "8", "--lanes", "1", "--paths", "zeromq", "--repeats", "100000")
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 1.0, 4.0])  # as processes start; as engines start; as bytes move
+def test_ctrl_c_is_quiet_on_one_host(wait_s: float) -> None:
+    with own_group(*LONG) as bench:
+        assert bench.stdout is not None
+        assert bench.stdout.readline().startswith("TCP congestion control here: ")
+        assert bench.stdout.readline() == HEADER + "\n"
+        time.sleep(wait_s)
+        interrupt(bench)
+
+
+def test_ctrl_c_is_quiet_at_both_sides_and_the_decode_side_outlives_the_others() -> None:
+    with own_group("--serve", "127.0.0.1:0") as server:
+        assert server.stdout is not None
+        where = server.stdout.readline().split()[1]
+        host, port = where.split(":")
+        with socket.create_connection((host, int(port))) as stray:
+            stray.sendall(b"x" * 64)
+            said = server.stdout.readline()
+            assert said.startswith("refused a source that is no prefill side of this benchmark, or has a --cluster-key, which")
+        with own_group(*LONG, "--connect", where) as bench:
+            assert bench.stdout is not None and [bench.stdout.readline() for _ in range(2)]
+            time.sleep(3.0)
+            interrupt(bench)
+        (row,) = run(BenchConfig(**CASE | {"requests": "1"}, connect=where), show=False)
+        assert row.gb_per_s > 0
+        interrupt(server)
+
+
+def test_bbr_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the first line; other warnings of transports are still told."""
+    for module in ("kvtransfer.transports.bulk", "scripts.bench_kvtransfer"):
+        monkeypatch.setattr(f"{module}.congestion_control", lambda: "bbr")
+    monkeypatch.setattr("scripts.bench_kvtransfer.run", lambda config: [])
+    monkeypatch.setattr(sys, "argv", ["bench_kvtransfer"])
+    log, said = logging.getLogger("kvtransfer"), list[str]()
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    monkeypatch.setattr(log, "filters", [])
+    monkeypatch.setattr(log, "handlers", [handler])
+    main()
+    assert "TCP congestion control here: bbr" in capsys.readouterr().out
+    log.warning("another")
+    UndigestedTransport(Arena(LAYOUT, 3, 2)).close()
+    assert said == ["another"]
+    log.filters.clear()
+    UndigestedTransport(Arena(LAYOUT, 3, 2)).close()
+    assert len(said) == 2, "the transport warns, so it was the filter"
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
     numbers: dict[str, Any] = {each.name: 1.0 for each in fields(Row)}
     numbers |= {"path": "shm", "lanes": 1, "context": 256, "requests": 1, "peers": {}}
     whole = line(Row(**numbers)).split()
     without = line(Row(**numbers | {"to_copy": None, "control_p99_ms": None}))
-    assert len(without) == len(HEADER) and without.split() == whole[:8] + whole[9:-1]
+    assert len(without) == len(HEADER) and without.split() == [*whole[:8], "-", *whole[9:-1], "-"]
     peers = {"mooncake": PeerRow(1.0, 1.0, 1.0, 1.0, 1.0), "nixl": PeerRow(1.0, 1.0, 1.0, 1.0, 1.0)}
     assert len(line(Row(**numbers | {"peers": peers}))) == len(header([*peers]))
 
@@ -196,11 +278,16 @@ def test_what_was_not_measured_is_left_empty() -> None:
         ({"serve": "127.0.0.1:65536"}, "must be HOST:PORT"),
         ({"repeats": 0}, "--repeats is 0; it must be at least 1"),
         ({"connect": "10.0.0.1:7000"}, "another host, which cannot reach 127.0.0.1: --host must be an address"),
-        ({"contexts": "1024,many"}, "--contexts is '1024,many'; it must be numbers"),
+        ({"contexts": "1024,many"}, "--contexts is '1024,many'; it must be positive whole numbers"),
         ({"requests": "0"}, "--requests is '0'"),
         ({"peers": "foo"}, "--peers foo: the peers are mooncake, nixl"),
-        ({"peers": "nixl", "arena": "cpu,cuda:0", "connect": "127.0.0.1:1"}, "--peers is of arenas of the CPU"),
-        ({"peers": "nixl", "serve": "127.0.0.1:0"}, "the table that the prefill side prints"),
+        (
+            {"peers": "nixl", "arena": "cpu,cuda:0", "connect": "127.0.0.1:1"},
+            "--peers is for arenas in the memory of the CPU only",
+        ),
+        ({"peers": "nixl", "serve": "127.0.0.1:0"}, "give it at the side with --connect"),
+        ({"peers": "nixl", "digest_cost": True}, "and --digest-cost prints another"),
+        ({"serve": "127.0.0.1:0", "connect": "127.0.0.1:0"}, "give one of them"),
         ({"peers": "nixl", "host": "10.0.0.1", "cluster_key": "file"}, "needs --insecure at both sides"),
         ({"inject": "dorp=0.1"}, "--inject dorp=0.1: 'dorp' is no fault; there are drop"),
         ({"inject": "drop=often"}, "--inject drop=often: could not convert"),
@@ -221,6 +308,8 @@ def test_what_was_not_measured_is_left_empty() -> None:
         "peer",
         "peer gpu",
         "peer at decode",
+        "peer and digest",
+        "both sides",
         "peer open",
         "fault",
         "probability",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, field, fields
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 Config = TypeVar("Config")
@@ -20,6 +22,32 @@ def require_port(flag: str, port: int) -> None:
     """Raises ValueError for what is no TCP port; 0 asks for any free one."""
     if not 0 <= port < 65536:
         raise ValueError(f"{flag} is {port}; ports are 0 to 65535")
+
+
+def require_least(flag: str, number: float, least: float) -> None:
+    """Raises ValueError for a number below `least`, and for nan."""
+    if not number >= least:
+        raise ValueError(f"{flag} is {number}; it must be at least {least}")
+
+
+def require_whole_numbers(flag: str, text: str, least: int = 1) -> None:
+    """Raises ValueError for what is not whole numbers from `least` on with commas between them."""
+    if not all(each.isdecimal() and int(each) >= least for each in text.split(",")):
+        numbers = "positive whole numbers" if least == 1 else f"whole numbers, {least} at least,"
+        raise ValueError(f"{flag} is {text!r}; it must be {numbers} with commas between them")
+
+
+def require_place(flag: str, path: str) -> None:
+    """Raises ValueError for a file that cannot be written, before there is anything to write; "" asks for none."""
+    if not path:
+        return
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"{flag} {path} is a folder; it must be a file")
+    if not file.parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {file.parent}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{flag} {path} cannot be written")
 
 
 def parse(cls: type[Config], program: str, argv: Sequence[str] | None = None) -> Config:
