@@ -29,6 +29,7 @@ from scripts.bench_kvtransfer import HEADER, BenchConfig, PeerRow, Row, digest_c
 from scripts.kv_ends import flash_layout
 from scripts.kv_undigested import UndigestedTransport
 from tests.ports import closed_port
+from tests.system import ROOT
 from tests.transfer_rig import LAYOUT, Span, collect, of_type, table
 
 
@@ -156,7 +157,7 @@ def test_a_peer_that_is_not_installed_at_the_decode_side(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = BenchConfig(**CASE, peers="mooncake")
-    monkeypatch.setenv("PYTHONPATH", "")  # of the other process
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the other process
     with pytest.raises(SystemExit) as ended:
         run(config, show=False)
     assert ended.value.code == 2
@@ -182,14 +183,19 @@ def test_a_port_that_is_taken_is_one_line() -> None:
 def own_group(*flags: str) -> Iterator[subprocess.Popen[str]]:
     """The benchmark as a terminal starts it: Ctrl-C reaches it and what it has started, and nobody else."""
     command = [sys.executable, "-m", "scripts.bench_kvtransfer", *flags]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    ) as process:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background, which ignores it
+    try:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
         try:
             yield process
         finally:
