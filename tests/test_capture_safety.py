@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -68,14 +68,6 @@ class NothingNew(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not any(part in name for part in CREATES_NOTHING):
             raise AssertionError(f"{func} makes a tensor of its own in a decode step")
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(params=sorted(backend.TARGETS))
-def target(request: pytest.FixtureRequest) -> Iterator[backend.Backend]:
-    before = backend.active()
-    backend.use(backend.TARGETS[request.param])
-    yield backend.active()
-    backend.use(before)
 
 
 @cache

@@ -4,11 +4,10 @@ the draft layer behind them, and steps that only leave its rows. Shown without a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-import pytest
 import torch
 
 from decode.graphs import ways_of
@@ -31,14 +30,6 @@ BUNDLED = str(ROOT / "bundled/tiny")  # whose widths are TINY
 BATCHES = (1, 8, 64)
 PER_SEQUENCE = "GROUPS_PADDED"  # grows with the sequences and not with their tokens: the table has one or two of each
 Variants = dict[str, set[tuple[Any, ...]]]  # by kernel: constants, and the dtypes of the others
-
-
-@pytest.fixture(params=sorted(backend.TARGETS))
-def target(request: pytest.FixtureRequest) -> Iterator[backend.Backend]:
-    before = backend.active()
-    backend.use(backend.TARGETS[request.param])
-    yield backend.active()
-    backend.use(before)
 
 
 def variants_of(run: Callable[[], Any]) -> Variants:
