@@ -31,6 +31,7 @@ from scripts.kv_undigested import UndigestedTransport
 from tests.ports import closed_port
 from tests.system import ROOT
 from tests.transfer_rig import LAYOUT, Span, collect, of_type, table
+from wire.curve import ClusterKey
 
 
 @pytest.mark.parametrize("path", ["zeromq", "shm"])
@@ -163,6 +164,13 @@ def test_a_peer_that_is_not_installed_at_the_decode_side(
     assert ended.value.code == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert "the decode side says: --peers mooncake" in said and said.endswith("pip install mooncake-transfer-engine-non-cuda")
+
+
+def test_with_a_cluster_key_both_sides_show_its_password(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    ClusterKey.generate().write(str(key))
+    (row,) = run(BenchConfig(**CASE | {"paths": "zeromq", "requests": "1"}, cluster_key=str(key)), show=False)
+    assert row.gb_per_s > 0
 
 
 def test_a_decode_side_that_is_not_there_is_one_line() -> None:
