@@ -73,7 +73,7 @@ MAX_WRITE_SPANS = 4096  # of one `write`
 class Link:
     """What was found out about a peer when it was first written to."""
 
-    path: str  # "zeromq", "shm" or "cuda_ipc"; "" for a peer that speaks another version
+    path: str  # "zeromq", "shm" or "cuda_ipc"; "" for a peer that speaks another version, or has another cluster key
     gb_per_s: float  # of the self-test
     reason: str  # why not the faster one, or why it is not used at all; "" when there is nothing to say
     usable: bool  # not slower than the floor that is configured

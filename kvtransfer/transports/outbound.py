@@ -58,7 +58,6 @@ COMPUTING_MS = 1  # to look again whether what is to be sent has been computed
 CLOSING_MS = 1  # and whether libzmq is done with what has been answered
 _ACKS = 64  # read in one go
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # as numbers: joining enums takes as long as a small send
-_FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _TURNED_AWAY = {int(zmq.EVENT_HANDSHAKE_FAILED_AUTH), int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)}
 _MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)  # one has a password, the other asks for none
 _EVENT = struct.Struct("<HI")  # zmq_socket_monitor(3)
@@ -437,7 +436,7 @@ class Outbound:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)  # libzmq closes the connection of a peer that announces more
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED)
+        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | sum(_TURNED_AWAY))
         try:
             socket.connect(address)
         except zmq.ZMQError:
