@@ -241,6 +241,8 @@ class Bundled:
             message = Prefill(slot, 0, pack_ids(ids), len(ids), (0,), SamplingParams(max_tokens=1, seed=0), "", "", 60.0)
             prompt = Prompt((slot, 0), message, ids, [0], 0.0, 60.0, None, SeqKV(slot, [slot]))
             engine.compute([Chunk(prompt, prompt.remaining)])
+        if self.config.device == "cuda":
+            torch.cuda.synchronize()  # what is left of it would count as the first step's time
 
     def _sequences(self, prompts: list[list[int]], first: int) -> list[Sequence]:
         self._admitted += 1
