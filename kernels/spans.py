@@ -42,9 +42,16 @@ def sum_spans(memory: Tensor, begins: Tensor, counts: Tensor, weights: Tensor, s
 @jit(do_not_specialize_on_alignment=["begins", "ends_up", "counts"])
 def _move_kernel(source, target, begins, ends_up, counts, BLOCK: tl.constexpr):
     span = tl.program_id(0)
-    source += tl.load(begins + span)
-    target += tl.load(ends_up + span)
+    begin, to = tl.load(begins + span), tl.load(ends_up + span)
     count = tl.load(counts + span).to(tl.int32)
+    if (begin | to | count) % 4 == 0:  # 16 bytes at a time; the compiler sees by the products that it may
+        _move_span(source + begin // 4 * 4, target + to // 4 * 4, count // 4 * 4, BLOCK)
+    else:
+        _move_span(source + begin, target + to, count, BLOCK)
+
+
+@jit
+def _move_span(source, target, count, BLOCK: tl.constexpr):
     for begin in range(0, count, BLOCK):
         words = begin + tl.arange(0, BLOCK)
         tl.store(target + words, tl.load(source + words, mask=words < count), mask=words < count)

@@ -30,16 +30,18 @@ import zmq
 from kernels import backend
 from kvtransfer.arena import Arena
 from kvtransfer.layout import KVLayout
+from kvtransfer.places import handoff_places
 from kvtransfer.sender import Sender, SendLost, Sent
+from kvtransfer.spans import Spans, with_sources
 from kvtransfer.transports import BulkOptions, Key, Transport, open_transport
 from kvtransfer.transports.bulk import congestion_control
 from kvtransfer.transports.faults import Faults, FaultyTransport
 from scripts.kv_ends import NUM_SLOTS, busy_python, cpu_seconds, flash_layout, host_pages, no_interrupts, prove, serve
-from scripts.kv_floors import copy_rate, memcpy_seconds, send
+from scripts.kv_floors import copy_rate, kernel_rates, memcpy_seconds, send
 from scripts.kv_peers import LIBRARIES, Peer, require
 from scripts.kv_undigested import UndigestedTransport
 from wire.curve import ClusterKey, is_loopback, password_of, require_key
-from wire.messages import Abort, Failed, Grant, Offer, SamplingParams, Tokens
+from wire.messages import Abort, Failed, Grant, Offer, SamplingParams, Tokens, unpack_ids
 from wire.options import option, parse, require_least, require_place, require_whole_numbers
 from wire.sockets import Inbox, Outbox, open_context
 from wire.worker import SWITCH_INTERVAL_S
@@ -58,7 +60,7 @@ class BrokenHandOff(RuntimeError):
 @dataclass(frozen=True)
 class BenchConfig:
     """KV transfer between two processes or hosts, beside its floors. In the table "-" is what was not measured: the copies
-    when arenas are of the CPU, and control round trips with --repeats 1."""
+    when arenas are of the CPU, the kernel of cuda_ipc on other paths, and control round trips with --repeats 1."""
 
     serve: str = option("", help="HOST:PORT: be the decode side, of one prefill side after the other")
     connect: str = option("", help="HOST:PORT of a decode side; empty: start one on this host")
@@ -186,6 +188,8 @@ class Row:
     tcp_gb_per_s: float
     tcp_cpu_s_per_gb: float
     to_copy: float | None  # of GPU arenas: to a peer copy (cuda_ipc), or to the slower of the copies to and from pinned memory
+    kernel_gb_per_s: float | None  # of cuda_ipc: a hand-off's spans moved by its kernel and nothing else
+    kernel_to_copy: float | None  # that to a copy of as many bytes in one piece
     peers: dict[str, PeerRow]
 
 
@@ -221,6 +225,8 @@ class Source:
         self._sender, self._there = Sender(self.arena, self.transport, sealed), there["inbox"]
         self._rid, self.broken, self._injecting = 0, 0, bool(config.inject)
         self.peers: dict[str, Peer] = {}
+        self._pushed: dict[Key, tuple[list[int], int]] = {}  # pages and slot of those that wait for a grant
+        self._granted: tuple[list[int], int, Grant] | None = None  # the same of the last that has it
         self._tries: dict[Key, int] = {}  # that broke, of the hand-off that each key makes once more
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
@@ -247,6 +253,7 @@ class Source:
                 match message:
                     case Grant():
                         self._sender.granted(message)
+                        self._granted = *self._pushed.pop((message.rid, message.attempt)), message
                     case Tokens():
                         latencies.append(time.perf_counter() - begin_s)
                         keys -= {(rid, attempt) for rid, attempt in message.rows}
@@ -278,8 +285,10 @@ class Source:
         self._rid += 1
         key, count = (self._rid, 0), self.layout.pages_for(length)
         pages = random.sample(range(1, self.num_pages + 1), count)
+        slot = 1 + self._rid % (NUM_SLOTS - 1)
+        self._pushed[key] = pages, slot
         self._sender.open(key)
-        self._sender.push(key, pages, 1 + self._rid % (NUM_SLOTS - 1), length, final=True)
+        self._sender.push(key, pages, slot, length, final=True)
         self._outbox.send(self._there, offer(key, length, self._inbox.address))
         return key
 
@@ -304,6 +313,21 @@ class Source:
             return copy_rate(torch.empty_like(pages, device=self._config.devices[1]), pages)
         pinned = torch.empty(pages.shape, dtype=torch.uint8, pin_memory=True)
         return min(copy_rate(pinned, pages), copy_rate(torch.empty_like(pages), pinned))
+
+    def kernel_floor(self, path: str, length: int) -> tuple[float, float] | None:
+        """GB/s of the kernel of cuda_ipc alone, with the spans of the last hand-off, of `length` tokens, and that rate's ratio
+        to a copy of as many bytes in one piece; None for other paths."""
+        if path != "cuda_ipc":
+            return None
+        kernel, copy = kernel_rates(self.arena, self._config.devices[1], self.last_spans(length))
+        return kernel, kernel / copy
+
+    def last_spans(self, length: int) -> Spans:
+        """Of the hand-off that was granted last, of `length` tokens."""
+        assert self._granted is not None, "nothing was handed off"
+        pages, slot, grant = self._granted
+        places = handoff_places(self.layout, unpack_ids(grant.pages), grant.slot, length)
+        return with_sources(places, pages + [slot] * (len(places) - len(pages)))
 
     def open_peer(self, name: str) -> None:
         """A library's ends at both sides, which stand still until their turn."""
@@ -425,6 +449,7 @@ def measure(source: Source, path: str, lanes: int, context: int, requests: int, 
     to_tcp, to_packed, to_memcpy = (_ratio(rates, floors) for floors in ([rate for rate, _ in tcp], packed, memcpy))
     (link,) = source.transport.links().values()
     copy = source.copy_floor(link.path)
+    kernel, kernel_to_copy = source.kernel_floor(link.path, context) or (None, None)
     return Row(
         link.path, lanes, context, requests, rate,
         statistics.median(p50), statistics.median(p99), num_bytes / 1e6,
@@ -432,6 +457,7 @@ def measure(source: Source, path: str, lanes: int, context: int, requests: int, 
         _p99(trips) * 1e3 if trips else None,
         to_tcp, to_packed, to_memcpy,
         statistics.median(rate for rate, _ in tcp), statistics.median(cpu for _, cpu in tcp), rate / copy if copy else None,
+        kernel, kernel_to_copy,
         {name: _median_row(rows) for name, rows in peers.items()},
     )  # fmt: skip
 
@@ -539,7 +565,7 @@ def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int
 
 
 HEADER = (
-    "path     lanes  context  n   GB/s  xTCP  xpacked  xmemcpy  xcopy    p50 ms    p99 ms  MB/req  msg/req"
+    "path     lanes  context  n   GB/s  xTCP  xpacked  xmemcpy  xcopy  kernel    p50 ms    p99 ms  MB/req  msg/req"
     "  CPU s/GB (TCP)  ctrl p99 ms"
 )
 
@@ -551,10 +577,11 @@ def header(peers: Sequence[str]) -> str:
 def line(row: Row) -> str:
     """What was not measured is a "-"."""
     peers = "".join(f"  {peer.to_it:9.2f} ({peer.gb_per_s:4.2f},     {peer.cpu_s_per_gb:4.2f})" for peer in row.peers.values())
-    to_copy, control = ("-" if number is None else f"{number:.2f}" for number in (row.to_copy, row.control_p99_ms))
+    unsure = (row.to_copy, row.kernel_to_copy, row.control_p99_ms)
+    to_copy, kernel, control = ("-" if number is None else f"{number:.2f}" for number in unsure)
     return (
         f"{row.path:8} {row.lanes:5}  {row.context:7} {row.requests:2}  {row.gb_per_s:5.2f}  {row.to_tcp:4.2f}"
-        f"  {row.to_packed:7.2f}  {row.to_memcpy:7.2f}  {to_copy:>5}  {row.p50_ms:8.1f}  {row.p99_ms:8.1f}"
+        f"  {row.to_packed:7.2f}  {row.to_memcpy:7.2f}  {to_copy:>5}  {kernel:>6}  {row.p50_ms:8.1f}  {row.p99_ms:8.1f}"
         f"  {row.mbytes_a_request:6.1f}  {row.messages_a_request:7.1f}"
         f"     {row.cpu_s_per_gb:4.2f} ({row.tcp_cpu_s_per_gb:4.2f})  {control:>11}{peers}"
     )

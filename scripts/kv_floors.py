@@ -10,16 +10,22 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.spans import move_spans
+from kvtransfer.arena import Arena
+from kvtransfer.spans import KIND, KINDS, Spans, num_bytes, places_of, sources_of
+from kvtransfer.transports.cuda import rows_at, span_table
 from kvtransfer.transports.memory import Bytes
 
 PACK_BYTES = 4 << 20
 VECTOR = 64  # page views handed to the kernel at once
+AHEAD = 4  # times that what a GPU is timed at is begun before: it is at work then, and does not wait to be told the next
+TURNS = 9
 
 Share = Callable[[Sequence[int], socket.socket], None]  # moves these pages over a connection
 
@@ -75,6 +81,53 @@ def copy_rate(target: Tensor, source: Tensor) -> float:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begin_s)
     return source.numel() / 1e9 / statistics.median(seconds[1:])
+
+
+def kernel_rates(source: Arena, device: str, spans: Spans) -> tuple[float, float]:
+    """GB/s of `spans` from an arena to one as large on the GPU `device`, moved by the kernel of cuda_ipc alone, on that GPU and
+    out of the other's memory; and GB/s of a copy in one piece of as many bytes. By the GPUs' clocks, medians of turns."""
+    rows = {"page": source.pages, "slot": source.slots}
+    target = {kind: torch.empty_like(each, device=device) for kind, each in rows.items()}
+    here, there = source.pages.device, target["page"].device
+    for kind, each in rows.items():  # there and back: each of two GPUs may read the other's memory then
+        each.copy_(target[kind].copy_(each))
+    move = mover({kind: rows_at(each.data_ptr(), there, *each.shape) for kind, each in rows.items()}, target, spans)
+    nbytes = num_bytes(spans)
+    whole, room = (torch.zeros(nbytes, dtype=torch.uint8, device=each) for each in (here, there))
+    torch.cuda.synchronize(there)
+    seen = rows_at(room.data_ptr(), here, 1, nbytes)[0]  # else torch has streams of both GPUs wait for each other
+    seconds = [(_gpu_seconds(there, move), _gpu_seconds(here, lambda: seen.copy_(whole))) for _ in range(1 + TURNS)]
+    kernel_s, copy_s = map(statistics.median, zip(*seconds[1:], strict=True))
+    return nbytes / 1e9 / kernel_s, nbytes / 1e9 / copy_s
+
+
+def mover(source: Mapping[str, Tensor], target: Mapping[str, Tensor], spans: Spans) -> Callable[[], None]:
+    """What starts to move `spans` between the rows of two arenas, uint8 [rows, row_bytes], as one device sees them."""
+    moves = []
+    for number, kind in enumerate(KINDS):
+        chosen = spans[spans[:, KIND] == number]
+        table = torch.from_numpy(span_table(sources_of(chosen), places_of(chosen), source[kind].shape[1]))
+        words = (rows[kind].view(-1).view(torch.int32) for rows in (source, target))
+        moves.append((*words, *table.to(target[kind].device)))
+
+    def move() -> None:
+        for each in moves:
+            move_spans(*each)
+
+    return move
+
+
+def _gpu_seconds(device: torch.device, begin: Callable[[], object]) -> float:
+    """Of what `begin` starts on the current stream of `device`."""
+    with torch.cuda.device(device):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        for _ in range(AHEAD):
+            begin()
+        before.record()
+        begin()
+        after.record()
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1e3
 
 
 def _in_threads(calls: list[tuple[Share, Sequence[int], socket.socket]]) -> None:

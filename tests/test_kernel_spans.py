@@ -33,9 +33,9 @@ def test_every_word_lands_and_counts(spans: int) -> None:
 
 
 def test_nothing_beside_a_span_is_touched_or_summed() -> None:
-    """Spans of one word, of a block and one more, a full one; words around them are poisoned."""
-    counts = [1, 2049, SPAN_WORDS, 148]
-    begins, ends_up = [5, 100, 3000, 40_000], [30_000, 7, 10_001, 5_001]
+    """Spans of one word, of a block and one more, a full one, one of whole 16 bytes; words around them are poisoned."""
+    counts = [1, 2049, SPAN_WORDS, 148, 2056]
+    begins, ends_up = [5, 100, 3000, 40_000, 44_000], [30_000, 7, 10_001, 5_001, 32_000]
     source = torch.arange(-20_000, 30_000, dtype=torch.int32, device=DEVICE)
     target = torch.full((50_000,), -7, dtype=torch.int32, device=DEVICE)
     expected = target.clone()
@@ -45,10 +45,10 @@ def test_nothing_beside_a_span_is_touched_or_summed() -> None:
     move_spans(source, target, *table)
     assert torch.equal(target, expected)
     weights = torch.arange(SPAN_WORDS, device=DEVICE) * (1 << 50) + 1
-    sums = torch.full((6,), -7, device=DEVICE)
-    sum_spans(target, table[1], table[2], weights, sums[1:5])
-    assert sums[0] == sums[5] == -7
-    for total, begin, count in zip(sums[1:5].tolist(), begins, counts, strict=True):
+    sums = torch.full((7,), -7, device=DEVICE)
+    sum_spans(target, table[1], table[2], weights, sums[1:6])
+    assert sums[0] == sums[6] == -7
+    for total, begin, count in zip(sums[1:6].tolist(), begins, counts, strict=True):
         words = source[begin : begin + count].tolist()
         assert total % (1 << 64) == sum(word * (i * (1 << 50) + 1) for i, word in enumerate(words)) % (1 << 64)
 

@@ -19,14 +19,18 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from kvtransfer.arena import Arena
 from kvtransfer.places import slot_places
-from kvtransfer.spans import NBYTES, num_bytes
+from kvtransfer.spans import KINDS, NBYTES, Spans, num_bytes
 from kvtransfer.transports import Landed, Wrote
-from scripts.bench_kvtransfer import HEADER, BenchConfig, PeerRow, Row, digest_cost, header, line, main, run
+from kvtransfer.transports.bulk import BulkTransport
+from scripts.bench_kvtransfer import HEADER, BenchConfig, PeerRow, Row, Source, _target, digest_cost, header, line, main, run
 from scripts.kv_ends import flash_layout
+from scripts.kv_floors import mover
 from scripts.kv_undigested import UndigestedTransport
 from tests.ports import closed_port
 from tests.system import ROOT
@@ -44,7 +48,7 @@ def test_throughput(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         assert row.mbytes_a_request == pytest.approx(mbytes)
         assert row.messages_a_request >= mbytes / (4.2 if path == "zeromq" else 16.8)
-        assert row.to_copy is None
+        assert row.to_copy is row.kernel_gb_per_s is row.kernel_to_copy is None
         assert min(row.to_tcp, row.to_packed, row.to_memcpy, row.cpu_s_per_gb) > 0
     with capsys.disabled():
         print("", HEADER, *map(line, rows), sep="\n")
@@ -68,6 +72,39 @@ def test_an_engine_without_digests_makes_none() -> None:
     assert [event.digest for end in (out, into) for event in of_type(collect(end, len), (Wrote, Landed))] == [0, 0]
     out.close()
     into.close()
+
+
+def test_the_kernel_is_measured_with_the_spans_of_a_hand_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are written to the transport, the pages of both sides scattered; what moves them moves every byte."""
+    written = []
+    write = BulkTransport.write
+
+    def keep(transport: BulkTransport, peer: str, key: Any, spans: Spans, seal: bytes = b"") -> None:
+        written.append(spans)
+        write(transport, peer, key, spans, seal)
+
+    monkeypatch.setattr(BulkTransport, "write", keep)
+    config = BenchConfig(contexts="1024", paths="shm")
+    with _target(config) as address, contextlib.closing(Source(config, "shm", 1, 16, address)) as source:
+        for length in (1024, 700, 1000):
+            source.hand_off(length, 2)
+        spans = source.last_spans(1000)
+        assert any(np.array_equal(spans, each) for each in written[-2:])
+        ours = {"page": source.arena.pages, "slot": source.arena.slots}
+        theirs = {kind: torch.zeros_like(rows) for kind, rows in ours.items()}
+        expected = {kind: rows.clone() for kind, rows in theirs.items()}
+        for kind, number, offset, nbytes, src in spans.tolist():
+            expected[KINDS[kind]][number, offset : offset + nbytes] = ours[KINDS[kind]][src, offset : offset + nbytes]
+        mover(ours, theirs, spans)()
+        assert all(torch.equal(theirs[kind], expected[kind]) for kind in KINDS)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernel_alone_is_faster_than_a_hand_off() -> None:
+    last = f"cuda:{torch.cuda.device_count() - 1}"
+    (row,) = run(BenchConfig(contexts="8192", requests="1", paths="cuda_ipc", arena=f"cuda:0,{last}", repeats=1), show=False)
+    assert row.kernel_gb_per_s is not None and row.kernel_to_copy is not None
+    assert row.kernel_gb_per_s > row.gb_per_s and 0.2 < row.kernel_to_copy < 2
 
 
 MOONCAKE = """
@@ -273,8 +310,8 @@ def test_what_was_not_measured_is_a_dash() -> None:
     numbers: dict[str, Any] = {each.name: 1.0 for each in fields(Row)}
     numbers |= {"path": "shm", "lanes": 1, "context": 256, "requests": 1, "peers": {}}
     whole = line(Row(**numbers)).split()
-    without = line(Row(**numbers | {"to_copy": None, "control_p99_ms": None}))
-    assert len(without) == len(HEADER) and without.split() == [*whole[:8], "-", *whole[9:-1], "-"]
+    without = line(Row(**numbers | {"to_copy": None, "kernel_to_copy": None, "control_p99_ms": None}))
+    assert len(without) == len(HEADER) and without.split() == [*whole[:8], "-", "-", *whole[10:-1], "-"]
     peers = {"mooncake": PeerRow(1.0, 1.0, 1.0, 1.0, 1.0), "nixl": PeerRow(1.0, 1.0, 1.0, 1.0, 1.0)}
     assert len(line(Row(**numbers | {"peers": peers}))) == len(header([*peers]))
 

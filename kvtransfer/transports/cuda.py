@@ -244,7 +244,7 @@ class CudaMemory(DeviceMemory):
                 raise ValueError(f"its {kind}s have {row_bytes} bytes, ours {self._rows[kind].shape[1]}")
             opened = self._ipc.open(extent, count * row_bytes)
             weakref.finalize(peer, self._ipc.close, opened).atexit = False  # a process that ends has closed everything
-            peer.rows[kind] = _at(opened.address, self._device, count, row_bytes)
+            peer.rows[kind] = rows_at(opened.address, self._device, count, row_bytes)
         self.read(peer, self._one_page())  # for the first time: the test is of the link
         return peer
 
@@ -328,7 +328,7 @@ def _flat(rows: Tensor) -> Tensor:
     return rows.view(-1).view(torch.int32)
 
 
-def _at(address: int, device: torch.device, count: int, row_bytes: int) -> Tensor:
-    """uint8 [count, row_bytes] over memory that somebody else owns."""
+def rows_at(address: int, device: torch.device, count: int, row_bytes: int) -> Tensor:
+    """uint8 [count, row_bytes] over memory that somebody else owns, as `device` sees it."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, count * row_bytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (count, row_bytes), (row_bytes, 1))
