@@ -9,6 +9,7 @@ times its steps of one to four tokens a sequence: what a draft costs there, and 
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import platform
@@ -177,6 +178,14 @@ class Bundled:
     def take_turns(self, workers: list[Worker], rounds: int) -> None:
         """Each worker continues the prompts of so many rounds. On a CPU the one that has the fewest tokens takes the next step,
         so whatever else the machine does falls on all alike; on a GPU, where steps are in flight, they take turns by rounds."""
+        gc.collect()
+        gc.freeze()  # as in a worker: else one of them has the pauses that look at what all of them keep
+        try:
+            self._take_turns(workers, rounds)
+        finally:
+            gc.unfreeze()
+
+    def _take_turns(self, workers: list[Worker], rounds: int) -> None:
         if self.config.device == "cuda":
             for number, (place, worker) in product(range(rounds), enumerate(workers)):
                 deque(self._round(number, worker, place), maxlen=0)
