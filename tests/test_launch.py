@@ -307,7 +307,9 @@ def test_junk_on_every_socket_makes_nothing_grow() -> None:
                 if now[pid][name] > before[pid][name] + more
             ]
 
-        wait_for(lambda: not grown(), "what it was before")  # connections are closed in libzmq's own time
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: not grown(), "what there was before")  # connections are closed in libzmq's own time
+        assert not grown()
         assert known(server) == knew
 
 
