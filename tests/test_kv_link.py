@@ -34,7 +34,8 @@ from wire.sockets import open_context
 
 PROMPT = prompt(30)
 MARKER = array("q", PROMPT[8:11]).tobytes()  # of KV: a page of the fake runner holds its tokens
-ENOUGH_S = 30.0  # for a link that has healed
+HEALED_S = 10.0  # from a link's healing to the answer to a request that comes then
+ENOUGH_S = 30.0  # for the rest
 
 
 class Tamper:
@@ -196,7 +197,8 @@ def test_a_flipped_byte_is_found_sent_once_more_and_never_answered(
 
 
 def test_a_link_that_stood_still_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For 2 s, which a request outlives, and for 60 s, which it does not. Nobody restarts anything."""
+    """For 2 s, which a request outlives, and for 60 s, which it does not. The first request behind it is answered within ten
+    seconds, and nobody restarts anything."""
 
     async def test() -> None:
         async with linked(monkeypatch, "zeromq") as system:
@@ -211,7 +213,7 @@ def test_a_link_that_stood_still_serves_again(monkeypatch: pytest.MonkeyPatch) -
                 healed_s = time.monotonic()
                 reply = await system.ask()
                 assert reply.status == 200 and reply.ids() == expected_text(PROMPT, 12, stop=())
-                assert time.monotonic() - healed_s < ENOUGH_S
+                assert time.monotonic() - healed_s < HEALED_S
                 reply = await waiting
                 if stalled_s == 60:
                     assert reply.status == 500 and "took nothing for" in reply.body["error"]["message"]

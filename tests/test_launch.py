@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ import zmq
 from scripts import launch_local
 from scripts.launch_local import Child, LaunchError, LocalConfig, System
 from tests.system import PATIENCE_S, ROOT, TINY, Server, running, wait_for
+from wire.messages import Abort, Failed, Grant, PromptLogprobs, Ready, Tokens, pack_ids
+from wire.sockets import Outbox
 
 
 @pytest.fixture(scope="module")
@@ -190,13 +194,18 @@ def listening_ports(pid: int) -> list[int]:
     return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes]
 
 
-def throw_junk(port: int) -> None:
-    """Bytes that are no ZeroMQ, and ZeroMQ frames that are no message of ours."""
+def throw_bytes(port: int) -> None:
+    """That are no ZeroMQ."""
     for junk in (b"", b"\x00", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\xff" * 64 + b"\x03\x00NULL"):
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(junk)
+
+
+def throw_junk(port: int, kind: int = zmq.PUSH) -> None:
+    """Bytes that are no ZeroMQ, and ZeroMQ frames that are no message of ours."""
+    throw_bytes(port)
     context = zmq.Context()
-    push = context.socket(zmq.PUSH)
+    push = context.socket(kind)
     push.connect(f"tcp://127.0.0.1:{port}")
     truncated = b"\x95\xa5Ready\x01"
     for frame in (b"", b"\x00", os.urandom(300), pickle.dumps({"a": 1}), truncated, b"\x91\xa6Status", b"x" * (20 << 20)):
@@ -219,6 +228,89 @@ def test_junk_on_every_socket_is_counted_and_service_goes_on(server: Server) -> 
     assert server.complete(**body).ids() == before
     wait_for(lambda: all(count_bad(server, child.name) for child in server.system.children), "the counters")
     wait_for(lambda: server.get("/health")[0] == 200, "health")
+
+
+NOBODYS: list[Callable[[int], Any]] = [  # well-formed, and about no request that there is
+    lambda rid: Abort(rid, 0),
+    lambda rid: Grant(rid, 0, 1, pack_ids([1]), "tcp://127.0.0.1:1"),
+    lambda rid: Ready(rid, 0, 5, 1, 100, rid),
+    lambda rid: Tokens("nobody", [[rid, 0, 0, 0, [5], "", None, None], "junk"]),
+    lambda rid: Failed(rid, 0, 0, "transfer", "made up", True, "decode"),
+    lambda rid: PromptLogprobs(rid, 0, 1, bytes(4), bytes(4), bytes(4)),
+]
+
+
+def throw_messages(port: int) -> None:
+    """Those, of a thousand requests."""
+    context: zmq.Context[Any] = zmq.Context()
+    outbox = Outbox(context, linger_ms=30_000)
+    for rid in random.sample(range(1 << 40), 1000):
+        for make in NOBODYS:
+            outbox.send(f"tcp://127.0.0.1:{port}", make(rid))
+    outbox.close()
+    context.term()
+
+
+def kept(pid: int) -> dict[str, int]:
+    """What a process has open, and the memory it has."""
+    process = Path(f"/proc/{pid}")
+    return {
+        "descriptors": len(list((process / "fd").iterdir())),
+        "threads": len(list((process / "task").iterdir())),
+        "bytes": int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def known(server: Server) -> tuple[set[str], Any, Any]:
+    """The rows of /metrics, and the workers."""
+    rows = {line.rsplit(" ", 1)[0] for line in server.get("/metrics")[1].splitlines()}
+    health = json.loads(server.get("/health")[1])
+    return rows, sorted(worker["name"] for worker in health["workers"]), health["refused"]
+
+
+ROUNDS = 5
+MORE = {"descriptors": 0, "threads": 0, "bytes": 20 << 20}  # a fifth of what each socket is sent
+
+
+def test_junk_on_every_socket_makes_nothing_grow() -> None:
+    """Of router, workers and their engines: connections and what else has a descriptor, threads, memory; and of what they know:
+    workers, rows of /metrics, pages and slots."""
+    with running() as server:
+        children = [child.process.pid for child in server.system.children]
+        processes = children + [engine for child in children for engine in children_of(child)]
+        ports = [(pid, port) for pid in processes for port in listening_ports(pid)]
+        assert (len(processes), len(ports)) == (5, 6), "HTTP, three inboxes, two for KV"
+
+        def throw() -> None:
+            for pid, port in ports:
+                if server.url.endswith(f":{port}"):
+                    throw_bytes(port)
+                    continue
+                throw_junk(port, zmq.PUSH if pid in children else zmq.DEALER)
+                if pid in children:
+                    throw_messages(port)
+            assert server.complete(prompt=[5, 6, 7], max_tokens=2).status == 200
+            server.wait_idle()
+
+        for _ in range(2):  # what is made once is there by then
+            throw()
+        before, knew = {pid: kept(pid) for pid in processes}, known(server)
+        for _ in range(ROUNDS):
+            throw()
+
+        def grown() -> list[str]:
+            now = {pid: kept(pid) for pid in processes}
+            return [
+                f"{name} of {pid}: {before[pid][name]} -> {now[pid][name]}"
+                for name, more in MORE.items()
+                for pid in processes
+                if now[pid][name] > before[pid][name] + more
+            ]
+
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: not grown(), "what there was before")  # connections are closed in libzmq's own time
+        assert not grown()
+        assert known(server) == knew
 
 
 def count_bad(server: Server, child: str) -> bool:

@@ -18,7 +18,8 @@ import zmq
 
 from tests.ports import own_port
 from wire.codec import encode
-from wire.messages import Abort
+from wire.heartbeat import Heartbeat
+from wire.messages import Abort, Status
 from wire.sockets import HARD_LIMIT_BYTES, MAX_MESSAGE_BYTES, MAX_PEERS, SEND_QUEUE, Inbox, Outbox, open_context
 
 
@@ -212,6 +213,22 @@ def test_a_process_may_have_a_socket_per_worker_of_a_full_cluster() -> None:
     assert context.get(zmq.MAX_SOCKETS) >= MAX_PEERS
     outbox.close()
     context.destroy(linger=0)
+
+
+def test_a_link_that_has_healed_is_waited_for_ten_seconds_at_most(context: zmq.Context[Any]) -> None:
+    """Whatever it lost, and for how long: no data waits longer to be acknowledged, no attempt to connect waits longer for its
+    answer, and the next one begins when libzmq's own wait is over. tests/test_kv_hosts.py sees it happen."""
+    inbox, outbox = Inbox(context), Outbox(context)
+    outbox.send(inbox.address, Abort(1, 0))
+    status = Status("prefill", "p1", "serving", inbox.address, {}, {}, [], b"", 1)
+    heartbeat = Heartbeat(context, inbox.address, status)
+    for connecting in (outbox._sockets[inbox.address], heartbeat._socket):
+        waits_ms = [int(connecting.getsockopt(each)) for each in (zmq.TCP_MAXRT, zmq.CONNECT_TIMEOUT, zmq.RECONNECT_IVL_MAX)]
+        assert all(waits_ms), "0 is for as long as TCP likes"
+        assert sum(waits_ms) < 10_000
+    heartbeat.close()
+    outbox.close()
+    inbox.close()
 
 
 def test_the_last_word_leaves_though_the_outbox_closes(context: zmq.Context[Any]) -> None:

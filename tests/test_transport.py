@@ -1148,6 +1148,39 @@ def test_a_peer_that_does_not_drain_costs_bounded_memory_and_no_time(zeromq_open
         got += len(peer.next()[0].spans)
 
 
+def private_bytes() -> int:
+    """What of it is no arena: those lie in memory that is shared."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def test_sixty_four_hand_offs_at_once_take_the_memory_of_a_few_and_all_are_right(opener: Opener) -> None:
+    """Over any path: credit bounds what is under way, however much is waiting."""
+    count, source, target = 64, big_arena(65), big_arena(257)
+    source.pages.random_(0, 256)
+    sender, receiver = opener(source), opener(target)
+    targets = torch.arange(1, 257).reshape(count, 4)
+    sources = (torch.arange(count)[:, None] + torch.tensor([0, 7, 20, 41])) % count + 1
+    before, most = private_bytes(), 0
+    for i in range(count):
+        receiver.expect((i, 0), 1, targets[i].tolist())
+        spans = map(big_span, sources[i].tolist(), targets[i].tolist())
+        sender.write(receiver.address(), (i, 0), table(spans))
+    events: list[Event] = []
+
+    def all_there(landed: list[Event]) -> bool:
+        nonlocal most
+        most = max(most, private_bytes())
+        events.extend(sender.poll())
+        return len(landed_places_of_all(landed)) == targets.numel() and len(events) == count
+
+    collect(receiver, all_there)
+    assert {(type(event), event.key) for event in events} == {(Wrote, (i, 0)) for i in range(count)}
+    assert most - before < 80 << 20, "of 256"
+    assert torch.equal(target.pages[targets.flatten()], source.pages[sources.flatten()])
+
+
 def test_a_slow_peer_does_not_stall_another(zeromq_opener: Opener, context: zmq.Context[Any]) -> None:
     sender, receiver, slow = zeromq_opener(big_arena()), zeromq_opener(big_arena(22)), RawReceiver(context)
     sender.write(slow.address, KEY, table([big_span(1, 1)] * 200))

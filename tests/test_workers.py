@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -506,7 +506,7 @@ class LossyLink:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def __enter__(self) -> LossyLink:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,6 +18,7 @@ import zmq
 
 from wire.codec import encode
 from wire.messages import Status
+from wire.sockets import reconnect_soon
 
 PERIOD_S = 0.5
 STALE_S = 30.0  # far longer than a step takes; a loop without work publishes every second
@@ -75,8 +76,7 @@ class Heartbeat:
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.SNDHWM, 2)
         socket.setsockopt(zmq.SNDTIMEO, self._send_ms)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        reconnect_soon(socket)
         try:
             socket.connect(self._router)
         except zmq.ZMQError:

@@ -20,6 +20,10 @@ from wire.curve import ClusterKey, RefusedPeers, be_server, secure
 MAX_MESSAGE_BYTES = 16 << 20  # a 1M-token prompt is 4 MB
 HARD_LIMIT_BYTES = 64 << 20  # libzmq closes the connection of a peer that announces more
 SEND_QUEUE = 100_000
+RECONNECT_MS = 50  # libzmq's first wait before it connects again; each is longer, up to the next number
+RECONNECT_MOST_MS = 1000
+CONNECT_MS = 2000  # without an answer, then it is tried afresh: TCP waits twice as long each time
+UNACKNOWLEDGED_MS = 4000  # then a connection is made again, likewise: after a minute of silence TCP sits out most of another
 CONNECT_AGAIN_S = 10.0  # of no room in a peer's queue: libzmq has given up one that turned us away, and says it in no other way
 MAX_PEERS = 2048  # connections an outbox holds: peers come and go under new addresses, and nobody says that one is gone
 MAX_SOCKETS = 2 * MAX_PEERS + 64  # of a process: an outbox, a transport's lanes, the rest; libzmq's own limit is 1023
@@ -31,6 +35,24 @@ def bind_port(socket: zmq.Socket[bytes], host: str, port: int) -> int:
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
+
+
+def reconnect_soon(socket: zmq.Socket[bytes]) -> None:
+    """For a socket that connects, before it does: however long a link loses everything, seconds after it has healed what was
+    queued goes through."""
+    for option, value in (
+        (zmq.RECONNECT_IVL, RECONNECT_MS),
+        (zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS),
+        (zmq.CONNECT_TIMEOUT, CONNECT_MS),
+        (zmq.TCP_MAXRT, UNACKNOWLEDGED_MS),
+    ):
+        socket.setsockopt(option, value)
+
+
+def notice_the_vanished(socket: zmq.Socket[bytes]) -> None:
+    """For a socket that listens, before it does: a host that is gone without a word does not hold its connection for ever."""
+    for option, value in ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 10)):
+        socket.setsockopt(option, value)
 
 
 def open_context(cluster_key: str = "") -> zmq.Context[Any]:
@@ -54,6 +76,7 @@ class Inbox:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, SEND_QUEUE)
         self.socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_BYTES)
+        notice_the_vanished(self.socket)
         self._refused = RefusedPeers(context, self.socket) if be_server(self.socket) else None
         self.address = f"tcp://{advertise or host}:{bind_port(self.socket, host, port)}"
         self.bad_frames = 0
@@ -153,8 +176,7 @@ class Outbox:
             socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, self._linger_ms)  # the default is for ever, for a process that ends without close()
             socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-            socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            reconnect_soon(socket)
             try:
                 socket.connect(address)
             except zmq.ZMQError:

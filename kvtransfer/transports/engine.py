@@ -29,7 +29,7 @@ from kvtransfer.transports.memory import CpuMemory, Memory, Rows, shared_rows
 from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT, Outbound
 from kvtransfer.transports.seal import TAG_BYTES, Seal
 from wire.curve import RefusedPeers, admit_members, be_server
-from wire.sockets import bind_port, open_context
+from wire.sockets import bind_port, notice_the_vanished, open_context
 
 START_S = 10.0
 _PLACES = 1024  # in one message, and MAX_SPANS more at most, of 16 bytes each: it has to fit channel.MAX_BYTES
@@ -176,8 +176,7 @@ def _bound_socket(context: zmq.Context[Any], max_frame_bytes: int) -> zmq.Socket
     port.setsockopt(zmq.LINGER, 0)
     port.setsockopt(zmq.RCVHWM, 2 * CREDIT)  # of a peer's connection: it sends no more than its credit if it is one of ours
     port.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)  # libzmq closes the connection of a peer that announces more
-    for option, value in ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 10)):
-        port.setsockopt(option, value)  # a host that vanished without a word does not hold its connection for ever
+    notice_the_vanished(port)
     return port
 
 
