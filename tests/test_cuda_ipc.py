@@ -12,6 +12,7 @@ import logging
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -518,16 +519,39 @@ def test_a_copy_that_fails_is_refused_and_so_is_what_comes_again(caplog: pytest.
     assert rig.chunk(1) == REFUSED
 
 
+def test_the_peer_fetches_while_the_sender_makes_its_digest() -> None:
+    """Not only once that is begun: a host takes as long to begin it as a device to copy."""
+    with pair() as (sender, receiver, source, target):
+        memory, landed = sender.inner._outbound._memory, threading.Event()
+        begin = memory.sums
+
+        def late(places: Any, mark: int) -> Any:
+            assert landed.wait(PATIENCE_S)
+            return begin(places, mark)
+
+        memory.sums = late
+        receiver.expect(KEY, 3, [5])
+        sender.write(receiver.address(), KEY, table([Span("page", 1, 5, 0, PAGE)]))
+        (there,) = collect(receiver, len)
+        assert isinstance(there, Landed) and torch.equal(target.pages[5], source.pages[1])
+        landed.set()
+        (wrote,) = collect(sender, len)
+        assert isinstance(wrote, Wrote) and wrote.digest == there.digest
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["when they are begun", "when they end"])
 def test_a_fault_after_a_chunk_has_left_costs_its_hand_off_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    at_once: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The sums are waited for when the header is on its way: its answer still comes."""
+    """The sums are begun and waited for when the header is on its way: its answer still comes."""
     with pair() as (sender, receiver, source, target):
         memory = sender.inner._outbound._memory
         begin = memory._stream.begin
 
         def faulty(mark: int, issue: Any) -> Any:
             begin(mark, issue)
+            if at_once:
+                raise RuntimeError("device fault")
             return Copying(fault=True)
 
         monkeypatch.setattr(memory._stream, "begin", faulty)
@@ -538,6 +562,7 @@ def test_a_fault_after_a_chunk_has_left_costs_its_hand_off_only(
         sender.write(receiver.address(), (8, 0), table([Span("page", 2, 6, 0, PAGE)]))
         assert isinstance(collect(sender, len)[0], Wrote)
         assert torch.equal(target.pages[6], source.pages[2])
+        assert sender.counters()["bad_frames"] == 0, "the answer was waited for: until then the peer reads"
     assert "goes on after a fault" not in caplog.text
 
 
