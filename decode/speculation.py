@@ -14,7 +14,7 @@ slower than one without speculation by no more than `SHARE`, and at first by `OP
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from math import inf, sqrt
 from statistics import median, median_low
@@ -36,6 +36,7 @@ FADE = 1 - 1 / 32  # what is left, a step later, of what a position's drafts cam
 LEAST = 1.05  # plain steps that one with drafts takes; what says less is noise
 ADVANTAGE = 1.02  # what another number of drafts must promise to be chosen
 RESUMING = 1.05  # what one must promise to end a pause
+EVERY = 4  # steps from one thought of what pays to the next: it changes slowly, and thinking takes a percent of a short step
 MOST_ERROR = 0.05  # plain steps that what is chosen pays more; where less is known than that, looking tells, not paying
 
 
@@ -99,12 +100,13 @@ class Acceptance:
     def add(self, outcomes: Sequence[tuple[int, int]], follows: bool) -> None:
         """Of each row of a step: the drafts that it had, and how many were accepted. follows: the step before had drafts too,
         so the rows without any are new in the batch, or at the end of their texts."""
+        alike = Counter(outcomes).items()
         if follows:
-            new = sum(not had for had, _ in outcomes) / len(outcomes)
+            new = sum(rows for (had, _), rows in alike if not had) / len(outcomes)
             self._new += (new - self._new) * (1 - FADE)
         for place in range(len(self.verified)):
-            verified = sum(had > place and accepted >= place for had, accepted in outcomes)
-            accepted = sum(had > place and accepted > place for had, accepted in outcomes)
+            verified = sum(rows for (had, right), rows in alike if had > place and right >= place)
+            accepted = sum(rows for (had, right), rows in alike if had > place and right > place)
             self.verified[place] += verified
             self.accepted[place] += accepted
             if verified:
@@ -134,6 +136,7 @@ class Speculation:
         self._looks = dict.fromkeys(self._all, 0)  # so far
         self._looked = PLAIN  # at what the newest was
         self._since_look = 0  # steps since it began
+        self._thought = (-1, 0)  # for which size it was thought of what pays, and how many steps ago
         self._warm = WARM_STEPS  # of so many steps how many stored; sequences come with the rows of their prompts
         self._credit = float(OPENING)  # the account, in plain steps of now
         self._plain_s: deque[float] = deque(maxlen=PACED)  # what plain steps would have taken, of late
@@ -147,13 +150,20 @@ class Speculation:
         self._since_look += 1
         if self._credit < 0:
             self._plan.clear()  # worse than was expected
-        if not self._plan:
+        if self._time_to_think(rows):
             self._choose(rows)
-        if not self._plan:
-            self._look_around(rows)
+            if not self._plan:
+                self._look_around(rows)
         shape = self._plan.popleft() if self._plan else self._chosen
         self._warm = min(WARM_STEPS, self._warm + 1) if shape.stores else max(0, self._warm - 1)
         return shape
+
+    def _time_to_think(self, rows: int) -> bool:
+        size, steps = self._thought
+        now = self._costs.size(rows)
+        due = not self._plan and (now != size or steps + 1 >= EVERY or self._credit < 0)
+        self._thought = (now, 0) if due else (size, steps + 1)
+        return due
 
     def landed(self, rows: int, shape: Shape, seconds: float, outcomes: Sequence[tuple[int, int]]) -> None:
         """A step of `rows` sequences has taken so long. outcomes: as in Acceptance, of the rows whose tokens are wanted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ from model.batch import Batch
 from model.runner import Runner
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """What a step does for each of its sequences. tokens: new ones, of which all but the first are drafts. stores: as in Asks;
     a step with drafts always does."""
 

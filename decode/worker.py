@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ class Worker:
         self.scheduler.expire(now_s)
         self.scheduler.admit(now_s)
         shape = self._speculation.shape(min(len(self.scheduler.running), self._max_batch))
-        shape = replace(shape, tokens=self.scheduler.affordable(shape.tokens))
+        shape = shape._replace(tokens=self.scheduler.affordable(shape.tokens))
         batch = self.scheduler.next_batch(shape.tokens)
         if batch:
             self._launch(batch, shape, now_s)

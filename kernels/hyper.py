@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
-from triton.language.extra.cuda import gdc_wait
 
 from kernels import backend, workspace
 from kernels.early import await_inputs, early
@@ -27,7 +26,7 @@ from kernels.rounding import INTERPRETED, rounded, rounded_through
 
 STREAMS = 4  # what the Triton kernels are written for: Sinkhorn keeps a 4 x 4 matrix in registers
 MIX_CHANNELS, MIX_VECTOR = 32, 4
-PARTIAL_COLUMNS = 32  # a row of partial sums: the mixes, then the sum of squares, then padding
+PARTIAL_COLUMNS = 32  # a line of partial sums: the mixes, then the sum of squares, then padding, which is never written
 PORTABLE_TOKENS = 32
 PORTABLE_CHANNELS = 32
 
@@ -205,7 +204,7 @@ def _tiles(tokens: int) -> _Tiles:
 
 def _finish_shape(tokens: int) -> tuple[int, int]:
     """Tokens of a program that runs Sinkhorn, and warps."""
-    return 4 if tokens <= 1024 else 32, 4
+    return 1 if tokens <= 1024 else 16, 4
 
 
 def _require_four(n: int) -> None:
@@ -214,7 +213,7 @@ def _require_four(n: int) -> None:
 
 
 def _mix(streams: Tensor, weights: HyperWeights, before: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> Tensor:
-    """Partial sums float32 [splits, PARTIAL_COLUMNS, T] of fn times the streams, and of their squares. before: the
+    """Partial sums float32 [splits, T, PARTIAL_COLUMNS] of fn times the streams, and of their squares. before: the
     (out, post, comb, into) of a `hyper_post` that comes first."""
     tokens, n, width = streams.shape
     _require_four(n)
@@ -222,7 +221,7 @@ def _mix(streams: Tensor, weights: HyperWeights, before: tuple[Tensor, Tensor, T
     span = min(tiles.span, width)
     if streams.dtype != torch.bfloat16 or width % span or span % MIX_CHANNELS or not backend.active().arch:
         return _mix_portable(streams, weights, before)
-    partial = workspace.empty((width // span, PARTIAL_COLUMNS, tokens), torch.float32, streams.device)
+    partial = workspace.empty((width // span, tokens, PARTIAL_COLUMNS), torch.float32, streams.device)
     out, post, comb, into = before or (streams, streams, streams, streams)
     launch(
         mix_fragments_kernel,
@@ -254,7 +253,7 @@ def _mix_portable(streams: Tensor, weights: HyperWeights, before: tuple[Tensor, 
     tokens, n, width = streams.shape
     splits = min(64, triton.cdiv(width, PORTABLE_CHANNELS))
     span = triton.cdiv(triton.cdiv(width, splits), PORTABLE_CHANNELS) * PORTABLE_CHANNELS
-    partial = workspace.empty((splits, PARTIAL_COLUMNS, tokens), torch.float32, streams.device)
+    partial = workspace.empty((splits, tokens, PARTIAL_COLUMNS), torch.float32, streams.device)
     out, post, comb, into = before or (streams, streams, streams, streams)
     launch(
         _mix_kernel,
@@ -408,7 +407,7 @@ def _mix_kernel(
             squares += stream.to(tl.float32) * stream.to(tl.float32)
     total = tl.where(columns[None, :] == OUTPUTS, tl.sum(squares, 1)[:, None], total)
     wanted = live[:, None] & (columns <= OUTPUTS)[None, :]
-    tl.store(partial + (split * COLUMNS + columns[None, :]) * tokens + rows[:, None], total, mask=wanted)
+    tl.store(partial + (split * tokens + rows[:, None]) * COLUMNS + columns[None, :], total, mask=wanted)
 
 
 @jit
@@ -457,8 +456,6 @@ def _finish_kernel(
     EARLY: tl.constexpr,
 ):
     """The first programs make post and comb of SINKHORN_TOKENS tokens each, the others a token's input each."""
-    if EARLY:
-        gdc_wait()
     first = 0 if OUTPUTS == N else tl.cdiv(tokens, SINKHORN_TOKENS)
     token = tokens - 1 - (tl.program_id(0) - first)  # backwards: the last ones written are still in the cache
     if token < tokens:
@@ -484,6 +481,7 @@ def _finish_kernel(
             WIDTH_PADDED,
             BLOCK,
             QUANTISE,
+            EARLY,
         )
     else:
         rows = tl.program_id(0) * SINKHORN_TOKENS + tl.arange(0, SINKHORN_TOKENS)
@@ -504,6 +502,7 @@ def _finish_kernel(
             SPLITS,
             SPLITS_PADDED,
             ITERATIONS,
+            EARLY,
         )
 
 
@@ -530,24 +529,26 @@ def _input(
     WIDTH_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANTISE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Sum of pre_j * S_j, rounded, normed, rounded, quantised."""
     channels = tl.arange(0, WIDTH_PADDED)
     inside = channels < width
-    values = _load_four(streams + token * N * width + channels, width, inside)  # asked for before anything waits
+    columns, splits = tl.arange(0, COLUMNS), tl.arange(0, SPLITS_PADDED)
+    # Weights do not depend on the kernel before.
     weight = tl.load(norm_weight + channels, mask=inside, other=0.0).to(tl.float32)
-    lines = tl.arange(0, 2 * N)  # the n mixes of pre, the sum of squares, padding
-    columns = tl.where(lines == N, OUTPUTS, lines)
-    splits = tl.arange(0, SPLITS_PADDED)
-    there = (lines <= N)[:, None] & (splits < SPLITS)[None, :]
-    parts = tl.load(partial + (splits[None, :] * COLUMNS + columns[:, None]) * tokens + token, mask=there, other=0.0)
-    sums = tl.sum(parts, 1)
-    inverse = tl.rsqrt(tl.sum(tl.where(lines == N, sums, 0.0), 0) / (N * width) + norm_eps)
-    slope, shift = tl.load(scale + lines, mask=lines < N, other=0.0), tl.load(base + lines, mask=lines < N, other=0.0)
+    slope = tl.load(scale + columns, mask=columns < OUTPUTS, other=0.0)
+    shift = tl.load(base + columns, mask=columns < OUTPUTS, other=0.0)
+    await_inputs(EARLY)
+    places = partial + (splits * tokens + token)[:, None] * COLUMNS + columns[None, :]
+    parts = tl.load(places, mask=(splits < SPLITS)[:, None], other=0.0)
+    values = _load_four(streams + token * N * width + channels, width, inside)
+    sums = tl.sum(parts, 0)
+    inverse = tl.rsqrt(tl.sum(tl.where(columns == OUTPUTS, sums, 0.0), 0) / (N * width) + norm_eps)
     pre = tl.sigmoid(sums * inverse * slope + shift) + eps
     mixed = tl.zeros([WIDTH_PADDED], tl.float32)
     for j in tl.static_range(N):
-        mixed += tl.sum(tl.where(lines == j, pre, 0.0), 0) * values[j].to(tl.float32)
+        mixed += tl.sum(tl.where(columns == j, pre, 0.0), 0) * values[j].to(tl.float32)
     mixed = rounded_through(mixed, x.dtype.element_ty)
     normed = mixed * tl.rsqrt(tl.sum(mixed * mixed, 0) / width + norm_eps) * weight
     done = rounded(normed, x.dtype.element_ty)
@@ -580,35 +581,33 @@ def _outer_weights(
     SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     ITERATIONS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """post and comb of the tokens `rows`."""
-    matrix = tl.arange(0, N * N)
-    lines = tl.arange(0, 2 * N)  # post, the sum of squares, padding
-    places = partial + tl.arange(0, SPLITS_PADDED)[:, None, None] * (COLUMNS * tokens) + rows[None, None, :]
-    there = (tl.arange(0, SPLITS_PADDED) < SPLITS)[:, None, None] & (rows < tokens)[None, None, :]
-    columns = tl.where(lines < N, N + lines, OUTPUTS)[None, :, None]
-    # Both are asked for before either is waited for.
-    of_comb = tl.load(places + (2 * N + matrix)[None, :, None] * tokens, mask=there, other=0.0)
-    others = tl.load(places + columns * tokens, mask=there & (lines <= N)[None, :, None], other=0.0)
-    comb_slope, comb_shift = tl.load(scale + 2 * N + matrix)[:, None], tl.load(base + 2 * N + matrix)[:, None]
-    is_post = lines < N
-    slope = tl.load(scale + N + lines, mask=is_post, other=0.0)[:, None]
-    shift = tl.load(base + N + lines, mask=is_post, other=0.0)[:, None]
-    of_comb, others = tl.sum(of_comb, 0), tl.sum(others, 0)
-    inverse = tl.rsqrt(tl.sum(tl.where((lines == N)[:, None], others, 0.0), 0) / (N * width) + norm_eps)[None, :]
-    weights = 2.0 * tl.sigmoid(others * inverse * slope + shift)
-    tl.store(post + rows[None, :] * N + lines[:, None], weights, mask=is_post[:, None] & (rows < tokens)[None, :])
-    cells = _softmax(_cells(tl.trans(of_comb * inverse * comb_slope + comb_shift)), eps)
-    cells = _sinkhorn(cells, tl.full([rows.shape[0]], 1.0, tl.float32), eps, ITERATIONS)
+    columns, splits = tl.arange(0, COLUMNS), tl.arange(0, SPLITS_PADDED)
+    slope = tl.load(scale + columns, mask=columns < OUTPUTS, other=0.0)[None, :]
+    shift = tl.load(base + columns, mask=columns < OUTPUTS, other=0.0)[None, :]
+    live = rows < tokens
+    await_inputs(EARLY)
+    places = partial + (splits[:, None] * tokens + rows[None, :])[:, :, None] * COLUMNS + columns[None, None, :]
+    sums = tl.sum(tl.load(places, mask=(splits < SPLITS)[:, None, None] & live[None, :, None], other=0.0), 0)
+    squares = tl.sum(tl.where((columns == OUTPUTS)[None, :], sums, 0.0), 1)
+    mixes = sums * tl.rsqrt(squares / (N * width) + norm_eps)[:, None] * slope + shift
+    is_post = (columns >= N) & (columns < 2 * N)
+    place = rows[:, None] * N + columns[None, :] - N
+    tl.store(post + place, 2.0 * tl.sigmoid(mixes), mask=is_post[None, :] & live[:, None])
+    cells = _sinkhorn(_softmax(_cells(mixes), eps), tl.full([rows.shape[0]], 1.0, tl.float32), eps, ITERATIONS)
     for index in tl.static_range(N * N):
-        tl.store(comb + rows * (N * N) + index, cells[index], mask=rows < tokens)
+        tl.store(comb + rows * (N * N) + index, cells[index], mask=live)
 
 
 @jit
-def _cells(matrix):
-    """[R, 16] -> 16 vectors [R], so that one thread holds all of a token's matrix and its sums need no other thread."""
-    bits = tl.reshape(matrix, [matrix.shape[0], 2, 2, 2, 2])
-    low, high = tl.split(tl.permute(bits, [0, 4, 3, 2, 1]))  # split takes the last dim: the highest bit goes first
+def _cells(mixes):
+    """[R, 32], of which 8 .. 23 are a matrix -> its 16 vectors [R], so that one thread holds all of a token's matrix and its
+    sums need no other thread."""
+    bits = tl.reshape(mixes, [mixes.shape[0], 2, 2, 2, 2, 2])
+    low, high = tl.split(tl.permute(bits, [0, 5, 4, 3, 2, 1]))  # split takes the last dim: the highest bit goes first
+    low, high = tl.split(low)[1], tl.split(high)[0]
     return _quarters(low, 0) + _quarters(low, 1) + _quarters(high, 0) + _quarters(high, 1)
 
 
@@ -677,7 +676,9 @@ def _divisor(cells, factors, start, FIRST: tl.constexpr, STEP: tl.constexpr):
 
 @jit
 def _inverses(x):
-    return _inverse(x[0]), _inverse(x[1]), _inverse(x[2]), _inverse(x[3])
+    """Two divisions for four: a special function takes eight cycles of a warp, and these are in a chain of 39."""
+    left, right = _inverse(x[0] * x[1]), _inverse(x[2] * x[3])
+    return left * x[1], left * x[0], right * x[3], right * x[2]
 
 
 @jit

@@ -99,10 +99,10 @@ def mix_fragments_kernel(
             gl.thread_barrier()
     rows = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, product))
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, product))
-    places = partial + (split * COLUMNS + columns[None, :]) * tokens + rows[:, None]
+    places = partial + (split * tokens + rows[:, None]) * COLUMNS + columns[None, :]
     gl.store(places, total, mask=(rows < tokens)[:, None] & (columns < OUTPUTS)[None, :])
     rows = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, left))
-    gl.store(partial + (split * COLUMNS + OUTPUTS) * tokens + rows, squares, mask=rows < tokens)
+    gl.store(partial + (split * tokens + rows) * COLUMNS + OUTPUTS, squares, mask=rows < tokens)
 
 
 @gluon_jit

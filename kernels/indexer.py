@@ -171,9 +171,10 @@ def tiling(kind: str, tokens: int, shared_bytes: int) -> Tiling:
         return Tiling(32, 4, 1, 2)
     if kind == "bf16":
         return Tiling(64, 4, 2, 2)
-    if kind == "mxfp4":  # by registers; not measured yet
-        return Tiling(64, 4, 3 if shared_bytes < 200_000 else 5, 3 if tokens == 1 else 2)
-    if shared_bytes < 200_000:
+    small = shared_bytes < 200_000
+    if kind == "mxfp4":
+        return Tiling(64 if tokens > 1 else 128, 4, 3 if small else 5, 2 if tokens > 1 or small else 3)
+    if small:
         return Tiling(128 if tokens < 4 else 64, 4, 3, 1)
     return Tiling(128 if tokens < 4 else 64, 4, 5, 3 if tokens == 1 else 2)
 

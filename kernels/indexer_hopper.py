@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.early import early
 from kernels.jit import gluon_jit
 from kernels.launch import launch
 
@@ -35,7 +36,8 @@ SHORT = 8192  # entries; where there is no room for more, starting a product ear
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """programs: a multiprocessor. registers: at most, a thread. keep_weights: the heads' weights stay in registers. ahead: a
-    product starts before the one before it is reduced."""
+    product of one token starts before the one before it is reduced; otherwise one product takes all tokens, and its page is
+    asked for again as soon as it is done."""
 
     programs: int
     registers: int
@@ -67,6 +69,7 @@ def start(chosen: Tiling, programs: int, arguments: tuple[Any, ...], shared: dic
         num_warps=4,
         maxnreg=chosen.registers,
         **shared,
+        **early(),
     )
 
 
@@ -126,8 +129,8 @@ def _share(pages, ends, numbers, programs):
 
 
 @gluon_jit
-def _multiply(key_buffer, query_buffer, spare, MMA: gl.constexpr):
-    """Starts keys x queries of one token, into the registers of `spare`."""
+def _multiply(key_buffer, query_buffer, spare):
+    """Starts keys x queries, into the registers of `spare`."""
     return warpgroup_mma(key_buffer.reshape([64, 128]), query_buffer.permute([1, 0]), spare, use_acc=False, is_async=True)
 
 
@@ -141,10 +144,20 @@ def _relu(value):
 
 
 @gluon_jit
-def _store_page(dots, weight, scale, score_page, maximum_page, left, MMA: gl.constexpr):
-    """Reduces dots [64 keys, 64 heads] of one token to scores and to the maxima of 8 neighbours, and stores them: of the first
-    `left` keys. Addresses are a number of the page plus a small one of the thread, which costs fewest registers."""
-    score = gl.sum(_relu(dots) * weight[None, :], 1) * scale
+def _sums(dots, weight, TOGETHER: gl.constexpr, MMA: gl.constexpr):
+    """dots [64 keys, TOGETHER * 64 heads] of one or two tokens -> for each, the sum over the heads of weight * relu(dot)."""
+    products = _relu(dots) * weight[None, :]
+    if TOGETHER == 1:
+        return (gl.sum(products, 1),)
+    else:  # noqa: RET505  (both branches of a constexpr)
+        left, right = gl.split(gl.sum(gl.reshape(products, [64, 2, 64]), 2))
+        return gl.convert_layout(left, gl.SliceLayout(1, MMA)), gl.convert_layout(right, gl.SliceLayout(1, MMA))
+
+
+@gluon_jit
+def _store_page(score, score_page, maximum_page, left, MMA: gl.constexpr):
+    """Stores scores [64 keys] of one token and the maxima of 8 neighbours: of the first `left` keys. Addresses are a number of
+    the page plus a small one of the thread, which costs fewest registers."""
     row = gl.arange(0, 64, gl.SliceLayout(1, MMA))
     seen = row < left
     gl.store(score_page + row, score, mask=seen)
@@ -183,6 +196,7 @@ def _score_kernel(
     STAGES: gl.constexpr,
     KEEP_WEIGHTS: gl.constexpr,
     AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """As indexer._score_kernel, a page being a tile. A turn of the loop takes STAGES pages, each with buffers and barriers of
@@ -200,11 +214,22 @@ def _score_kernel(
         key_buffers = key_buffers + (gl.allocate_shared_memory(keys.dtype, [1, 64, 128], keys.layout),)
         ready = ready + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
         mbarrier.init(ready[stage], count=1)
+    TOGETHER: gl.constexpr = 1 if AHEAD else MEMBERS  # tokens of a product
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64 * TOGETHER, 32])
     query_buffers = gl.allocate_shared_memory(
-        keys.dtype, [MEMBERS, 64, 128], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+        keys.dtype,
+        [MEMBERS // TOGETHER, 64 * TOGETHER, 128],
+        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2),
     )
-    weight_buffers = gl.allocate_shared_memory(gl.float32, [MEMBERS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    weight_buffers = gl.allocate_shared_memory(
+        gl.float32, [MEMBERS // TOGETHER, 64 * TOGETHER], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     fence_async_shared()
+    if EARLY:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
 
     last_position = gl.convert_layout(
         _last_positions(positions, first, count, MEMBERS, MEMBERS_PADDED, GROUPS_PADDED, PLAN), FLAT
@@ -272,41 +297,40 @@ def _score_kernel(
                     query = gl.load(queries + token * query_stride + head[:, None] * 128 + channel[None, :])
                     weight = gl.load(head_weights + token * weight_stride + by_head).to(gl.float32)
                     weight *= gl.load(query_scales + token * 64 + by_head) * 33554432.0
-                    query_buffers.index(member).store(query)
+                    query_buffers.index(member // TOGETHER).slice(64 * (member % TOGETHER), 64).store(query)
                     if KEEP_WEIGHTS:
                         weights = weights + (weight,)
                     else:
-                        weight_buffers.index(member).store(weight)
+                        weight_buffers.index(member // TOGETHER).slice(64 * (member % TOGETHER), 64).store(weight)
                 fence_async_shared()
                 gl.thread_barrier()
 
                 for turn in range(begin, end, STAGES):
                     more = turn + STAGES < end
-                    spare = gl.zeros([64, 64], gl.float32, MMA)
+                    spare = gl.zeros([64, 64 * TOGETHER], gl.float32, WIDE)
                     if AHEAD:
                         mbarrier.wait(ready[0], parity)
-                        running = _multiply(key_buffers[0], query_buffers.index(0), spare, MMA)
+                        running = _multiply(key_buffers[0], query_buffers.index(0), spare)
                     later_scales = ()
                     for stage in gl.static_range(STAGES):
                         number = turn + stage
                         page = gl.load(table + gl.minimum(number + STAGES, end - 1))
-                        for member in gl.static_range(MEMBERS):
+                        for product in gl.static_range(MEMBERS // TOGETHER):
                             if not AHEAD:
-                                if member == 0:
-                                    mbarrier.wait(ready[stage], parity)
-                                running = _multiply(key_buffers[stage], query_buffers.index(member), spare, MMA)
+                                mbarrier.wait(ready[stage], parity)
+                                running = _multiply(key_buffers[stage], query_buffers.index(0), spare)
                                 dots = warpgroup_mma_wait(0, deps=[running])
-                            elif stage + 1 == STAGES and member + 1 == MEMBERS:
+                            elif stage + 1 == STAGES and product + 1 == MEMBERS // TOGETHER:
                                 dots = warpgroup_mma_wait(0, deps=[running])
                             else:
-                                if member + 1 < MEMBERS:
-                                    after = _multiply(key_buffers[stage], query_buffers.index(member + 1), spare, MMA)
-                                else:
+                                if product + 1 == MEMBERS // TOGETHER:
                                     mbarrier.wait(ready[stage + 1], parity)
-                                    after = _multiply(key_buffers[stage + 1], query_buffers.index(0), spare, MMA)
+                                    after = _multiply(key_buffers[stage + 1], query_buffers.index(0), spare)
+                                else:
+                                    after = _multiply(key_buffers[stage], query_buffers.index(product + 1), spare)
                                 dots = warpgroup_mma_wait(1, deps=[running])
                                 running = after
-                            if member + 1 == MEMBERS:  # this page's last product: refill its buffer
+                            if product + 1 == MEMBERS // TOGETHER:  # this page's last product: refill its buffer
                                 mbarrier.expect(ready[stage], 64 * 128, pred=more)
                                 gl.thread_barrier()  # every warp has done with it
                                 tma.async_copy_global_to_shared(
@@ -314,18 +338,18 @@ def _score_kernel(
                                 )
                                 later_scales = later_scales + (gl.load(key_scales + page * scale_stride + page_row),)
                             if KEEP_WEIGHTS:
-                                weight = weights[member]
+                                product_weight = weights[product]
                             else:
-                                weight = weight_buffers.index(member).load(BY_HEAD)
-                            _store_page(
-                                dots,
-                                weight,
-                                scales[stage],
-                                score_rows[member] + number * 64,
-                                maximum_rows[member] + number * 8,
-                                visible[member] - number * 64,
-                                MMA,
-                            )
+                                product_weight = weight_buffers.index(product).load(gl.SliceLayout(0, WIDE))
+                            sums = _sums(dots, product_weight, TOGETHER, MMA)
+                            for part in gl.static_range(TOGETHER):
+                                _store_page(
+                                    sums[part] * scales[stage],
+                                    score_rows[product * TOGETHER + part] + number * 64,
+                                    maximum_rows[product * TOGETHER + part] + number * 8,
+                                    visible[product * TOGETHER + part] - number * 64,
+                                    MMA,
+                                )
                     scales = later_scales
                     parity ^= 1
                 gl.thread_barrier()  # every warp has done with the queries

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.early import await_inputs, early
 from kernels.jit import jit
 from kernels.launch import launch
 from kernels.ragged import Ragged
@@ -54,6 +55,7 @@ def choose_rows(
         FINE=max(1024, 4 * few),
         COARSE=max(1024, 16 * few),
         num_warps=WARPS,
+        **early(),
     )
 
 
@@ -180,15 +182,12 @@ def _span_maximum(maxima, span, groups, size):
 
 
 @jit
-def _first_level(maxima, target, groups, size, TOPK, WIDE):
-    """The TOPK best of all spans of `size` groups, ascending, into target. Gives the ordered value of the last of them and
-    the successor of the best."""
-    span = tl.arange(0, WIDE)
-    real = span < tl.cdiv(groups, size)
-    if size == 1:
-        value = tl.load(maxima + span, mask=real, other=float("-inf"))
-    else:
-        value = _span_maximum(maxima, span, groups, size)
+def _first_level(value, target, spans, TOPK):
+    """The TOPK best of the values [N] of so many spans, ascending, into target. Gives the ordered value of the last of them
+    and the successor of the best."""
+    span = tl.arange(0, value.shape[0])
+    real = span < spans
+    value = tl.where(real, value, float("-inf"))
     low = _ordered(tl.min(tl.where(real, value, float("inf"))))
     high = _ordered(tl.max(value) + 0.0) + 1  # 0.0: -0 becomes 0, which it equals
     return _store_best(target, value, span, low, high, TOPK, False), high
@@ -212,12 +211,18 @@ def _choose_kernel(
     FEW: tl.constexpr,
     FINE: tl.constexpr,
     COARSE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """`target`, the row of the result, holds the spans that are left until the entries are known."""
+    await_inputs(EARLY)
     GROUP: tl.constexpr = 8
     BRANCH: tl.constexpr = 4  # spans that a span of the next coarser level has
     local = tl.program_id(0).to(tl.int64)
     token = first + local
+    scores += local * capacity
+    maxima += local * (capacity // GROUP)
+    fine = tl.arange(0, FINE)
+    value = tl.load(maxima + fine, mask=fine < capacity // GROUP, other=0.0)  # asked for before the length is known
     visible = ((tl.load(positions + token) + 1) // RATIO).to(tl.int32)
     table = page_table + tl.load(sequence_ids + token) * table_stride
     target = chosen + token * TOPK
@@ -225,8 +230,6 @@ def _choose_kernel(
     if visible <= TOPK:
         _store_every(table, target, visible, ROWS, TOPK, FEW)
         return
-    scores += local * capacity
-    maxima += local * (capacity // GROUP)
     groups = tl.cdiv(visible, GROUP)
     slot = tl.arange(0, FEW)
     low, high = 0, 0
@@ -234,24 +237,29 @@ def _choose_kernel(
         tl.store(target + slot, slot, mask=slot < TOPK)
         tl.debug_barrier()
     elif groups <= FINE:
-        low, high = _first_level(maxima, target, groups, 1, TOPK, FINE)
+        low, high = _first_level(value, target, groups, TOPK)
     else:
         size = 1
         while tl.cdiv(groups, size) > COARSE:
             size *= BRANCH
-        low, high = _first_level(maxima, target, groups, size, TOPK, COARSE)
+        span = tl.arange(0, COARSE)
+        if size == 1:
+            coarse = tl.load(maxima + span, mask=span < groups, other=float("-inf"))
+        else:
+            coarse = _span_maximum(maxima, span, groups, size)
+        low, high = _first_level(coarse, target, tl.cdiv(groups, size), TOPK)
         while size > 1:
             size //= BRANCH
             parent = tl.load(target + slot, mask=slot < TOPK, other=groups)
             tl.debug_barrier()
-            span = tl.reshape(parent[:, None] * BRANCH + tl.arange(0, BRANCH)[None, :], (FEW * BRANCH,))
-            low = _store_best(target, _span_maximum(maxima, span, groups, size), span, low, high, TOPK, True)
+            child = tl.reshape(parent[:, None] * BRANCH + tl.arange(0, BRANCH)[None, :], (FEW * BRANCH,))
+            low = _store_best(target, _span_maximum(maxima, child, groups, size), child, low, high, TOPK, True)
 
     left = tl.minimum(groups, TOPK)
     group = tl.load(target + slot, mask=slot < left, other=0)
     entry = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     real = (slot[:, None] < left) & (entry < visible)
-    value = tl.load(scores + entry, mask=real, other=float("-inf"))
+    score = tl.load(scores + entry, mask=real, other=float("-inf"))
     if ROWS % GROUP == 0:  # a group lies in one page
         page = tl.load(table + group * GROUP // ROWS)
         row = (page * ROWS + group * GROUP % ROWS).to(tl.int32)[:, None] + tl.arange(0, GROUP)[None, :]
@@ -259,6 +267,6 @@ def _choose_kernel(
         row = (tl.load(table + entry // ROWS, mask=real, other=0) * ROWS + entry % ROWS).to(tl.int32)
     tl.debug_barrier()
     if groups <= TOPK:
-        low = _ordered(tl.min(tl.where(real, value, float("inf"))))
-        high = _ordered(tl.max(value) + 0.0) + 1
-    _store_best(target, tl.reshape(value, (FEW * GROUP,)), tl.reshape(row, (FEW * GROUP,)), low, high, TOPK, True)
+        low = _ordered(tl.min(tl.where(real, score, float("inf"))))
+        high = _ordered(tl.max(score) + 0.0) + 1
+    _store_best(target, tl.reshape(score, (FEW * GROUP,)), tl.reshape(row, (FEW * GROUP,)), low, high, TOPK, True)

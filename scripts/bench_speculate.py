@@ -9,6 +9,7 @@ times its steps of one to four tokens a sequence: what a draft costs there, and 
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import platform
@@ -177,6 +178,14 @@ class Bundled:
     def take_turns(self, workers: list[Worker], rounds: int) -> None:
         """Each worker continues the prompts of so many rounds. On a CPU the one that has the fewest tokens takes the next step,
         so whatever else the machine does falls on all alike; on a GPU, where steps are in flight, they take turns by rounds."""
+        gc.collect()
+        gc.freeze()  # as in a worker: else one of them has the pauses that look at what all of them keep
+        try:
+            self._take_turns(workers, rounds)
+        finally:
+            gc.unfreeze()
+
+    def _take_turns(self, workers: list[Worker], rounds: int) -> None:
         if self.config.device == "cuda":
             for number, (place, worker) in product(range(rounds), enumerate(workers)):
                 deque(self._round(number, worker, place), maxlen=0)
@@ -241,6 +250,8 @@ class Bundled:
             message = Prefill(slot, 0, pack_ids(ids), len(ids), (0,), SamplingParams(max_tokens=1, seed=0), "", "", 60.0)
             prompt = Prompt((slot, 0), message, ids, [0], 0.0, 60.0, None, SeqKV(slot, [slot]))
             engine.compute([Chunk(prompt, prompt.remaining)])
+        if self.config.device == "cuda":
+            torch.cuda.synchronize()  # what is left of it would count as the first step's time
 
     def _sequences(self, prompts: list[list[int]], first: int) -> list[Sequence]:
         self._admitted += 1

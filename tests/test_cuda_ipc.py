@@ -407,7 +407,7 @@ class Copier(DeviceMemory):
     def gather(self, places: Any, out: Any, mark: int) -> Copying:
         return self._begin()
 
-    def scatter(self, source: Any, places: Any, mark: int) -> Copying:
+    def scatter(self, source: Any, places: Any, mark: int, fill: Any = None) -> Copying:
         return self._begin()
 
     def sums(self, places: Any, mark: int) -> Copying:

@@ -209,9 +209,12 @@ def test_a_byte_that_changes_in_a_copy_is_found(
         flip(out)
         return begun
 
-    def scatter(packed: Any, places: Any, mark: int) -> Any:
-        flip(packed)
-        return copy(packed, places, mark)
+    def scatter(packed: Any, places: Any, mark: int, fill: Any) -> Any:
+        def flipped() -> None:
+            fill()
+            flip(packed)
+
+        return copy(packed, places, mark, flipped)
 
     def put(places: Any, parts: Any, look: Any) -> None:
         copy(places, [np.array(part) ^ np.uint8(16) for part in parts], look)

@@ -49,7 +49,7 @@ class FakeRecorder:
     def __init__(self) -> None:
         self.capturing = False
         self.collects = False
-        self.recorded = 0
+        self.recorded = self.replayed = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -60,6 +60,7 @@ class FakeRecorder:
             results = run()
 
         def again() -> None:
+            self.replayed += 1
             for place, new in zip(results, run(), strict=True):
                 place.copy_(new)
 
@@ -115,6 +116,16 @@ def test_the_text_of_replayed_steps(captured: bool, asks: Asks) -> None:
     assert graphs.step(3, 1).rows == (4 if captured else 3)
     assert not table.lengths[0] and not table.counts[0].any(), "slot 0 belongs to nobody"
     assert graphs.run(3, 1, asks).tops[0].shape[1] == max(0, asks.tops)
+
+
+def test_every_graph_is_replayed_once_before_anybody_waits_for_it() -> None:
+    """The first replay of each took milliseconds, in the middle of a text."""
+    runner, recorder = FakeRunner(), FakeRecorder()
+    table = prepared(runner, 2)
+    before = table.words.clone()
+    Graphs(runner, table, 2, [1], recorder)  # type: ignore[arg-type]
+    assert recorder.replayed == recorder.recorded == 2 * (1 + len(WAYS))
+    assert torch.equal(table.words, before), "the sequences that are there already are left alone"
 
 
 @pytest.mark.parametrize("name", golden.CASES)
@@ -176,8 +187,8 @@ def test_every_step_is_started_before_the_first_is_captured(caplog: pytest.LogCa
     with caplog.at_level("INFO"):
         Graphs(runner, table, 4, [1, 2], recorder)  # type: ignore[arg-type]
     rows = [4, 4, 2, 2, 1, 1]
-    eager = [(False, each) for each in rows]
-    assert order == eager + [(True, each) for each in rows], "all eagerly; then the largest first"
+    eager = replayed = [(False, each) for each in rows]
+    assert order == eager + [(True, each) for each in rows] + replayed, "all eagerly; then the largest first"
     assert recorder.recorded == 3 * (4 + 7), "with one token a step has twice as many ways to finish: it stores or not"
     assert not recorder.collects and gc.isenabled(), "no garbage is collected during a capture, only then"
     assert "capturing 1 of 6: batch 4, 2 tokens" in caplog.text and "capturing 6 of 6: batch 1, 1 token\n" in caplog.text

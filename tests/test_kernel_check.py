@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cases.case import Case
+from kernels.cases import attention, attention_prefill
+from kernels.cases.case import GOLDEN, TINY, Case
 from kernels.measure import relative_rms, tensors_in
 from kernels.workspace import Workspace, empty, flip, frame
 
@@ -116,3 +117,14 @@ def test_every_tensor_of_the_inputs_is_found() -> None:
     a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
     case = Case("x", lambda d, s: None, lambda i: None, lambda i: None, 0.0)
     assert [t.numel() for t in tensors_in({"one": [a, (b,)], "two": case, "three": c, "four": 5})] == [1, 2, 3]
+
+
+def test_prefill_cases_are_chunks_and_decode_cases_are_steps() -> None:
+    """A chunk of one token was held against the reference of a decode step, whose row is in the ring already; no prefill
+    ever runs it."""
+    cpu = torch.device("cpu")
+    for widths in (TINY, GOLDEN):
+        for case in attention_prefill.cases(widths):
+            assert not case.make(cpu, -1).batch.is_decode, case.name
+        for case in attention.cases(widths):
+            assert case.make(cpu, -1).batch.is_decode, case.name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from kernels import backend
 from kernels.cases.spans import make, moved, moved_in_torch
 from kernels.spans import SPAN_WORDS, move_spans, sum_spans
 from kvtransfer.transports.cuda import CudaMemory, SideStream
-from tests.transfer_rig import HostStream, place_table, sums_by_hand
+from tests.transfer_rig import PATIENCE_S, HostStream, place_table, sums_by_hand
 
 torch.set_num_threads(1)
 
@@ -76,3 +78,44 @@ def test_an_arena_is_packed_and_unpacked_by_them() -> None:
     assert packed.tobytes() == b"".join(parts)
     assert sums == b"".join(sums_by_hand(parts[i]) for i in (1, 3, 0, 2)), "pages first"
     assert all(torch.equal(target[kind], expected[kind]) for kind in shapes)
+
+
+def device_memory(rows: dict[str, torch.Tensor]) -> CudaMemory:
+    memory = CudaMemory(rows, SideStream(rows["page"].device) if DEVICE.type == "cuda" else HostStream(), None)
+    memory.enter()
+    return memory
+
+
+def test_what_came_is_packed_by_a_copying_thread() -> None:
+    """It held up the engine, and so all other chunks, for as long as the copy took."""
+    rows = {"page": random_bytes((3, 4_096)), "slot": random_bytes((2, 4_096))}
+    memory, begun_by, come = device_memory(rows), list[int](), threading.Event()
+    begins = threading.Event()
+    packed, fresh = memory.buffer(4_096), random_bytes((1, 4_096))[0].cpu().numpy()
+
+    def fill() -> None:
+        begun_by.append(threading.get_ident())
+        begins.set()
+        assert come.wait(PATIENCE_S)
+        packed[:] = fresh
+
+    begun = memory.scatter(packed, place_table([("page", 2, 0, 4_096)]), memory.mark(), fill)
+    other = memory.scatter(memory.buffer(4_096), place_table([("slot", 1, 0, 4_096)]), memory.mark())
+    other.result()
+    assert begins.wait(PATIENCE_S) and not begun.over(), "what is not there yet cannot be in place"
+    come.set()
+    assert begun.result() == sums_by_hand(fresh.tobytes()) and begun.over()
+    assert rows["page"][2].cpu().numpy().tobytes() == fresh.tobytes()
+    assert begun_by != [threading.get_ident()]
+
+
+def test_what_cannot_be_packed_is_said_by_the_copy() -> None:
+    memory = device_memory({"page": random_bytes((3, 4_096)), "slot": random_bytes((2, 4_096))})
+
+    def fill() -> None:
+        raise MemoryError("no room")
+
+    begun = memory.scatter(memory.buffer(4_096), place_table([("page", 2, 0, 4_096)]), memory.mark(), fill)
+    with pytest.raises(MemoryError, match="no room"):
+        begun.result()
+    assert begun.over()

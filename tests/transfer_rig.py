@@ -181,6 +181,7 @@ class HostStream:
         self.copies_end = threading.Event()
         self.copies_end.set()
         self.begun: deque[HostWork] = deque()
+        self.advances = threading.RLock()  # copying threads begin work too
 
     def enter(self) -> None:
         return None
@@ -199,9 +200,10 @@ class HostStream:
         return work
 
     def advance(self) -> None:
-        while self.begun and self.copies_end.is_set():
-            work = self.begun.popleft()
-            work.on_host = work.issue()
+        with self.advances:
+            while self.begun and self.copies_end.is_set():
+                work = self.begun.popleft()
+                work.on_host = work.issue()
 
     def after(self, mark: int) -> contextlib.AbstractContextManager[None]:
         assert self.reached(mark), "the engine would wait for what is being computed"

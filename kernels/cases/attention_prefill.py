@@ -12,7 +12,7 @@ from kernels.attention import sparse_attention_reference
 from kernels.attention_prefill import prefill_attention
 from kernels.cases.case import V4_FLASH, Case, Widths
 from kernels.indexer import Entries
-from kernels.ragged import Ragged
+from kernels.ragged import DECODE_TOKENS, Ragged
 from kernels.rows import KVRow
 
 PAGE_TOKENS = 256
@@ -46,7 +46,7 @@ class Shape:
 
 def cases(widths: Widths) -> list[Case]:
     shapes = [
-        Shape("window, one new token", ((700, 1),), 0),
+        Shape("window, the shortest chunk", ((700, DECODE_TOKENS + 1),), 0),
         Shape("selected, start of a text", ((0, 40),), CSA),
         Shape("selected, three sequences", ((0, 9), (1031, 130), (127, 33)), CSA),
         Shape("selected, few tokens of a long text", ((40_000, 6),), CSA),

@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.spans import move_spans, sum_spans
 from kvtransfer.spans import KIND, KINDS, NBYTES, OFFSET, PAGE, Places, num_bytes
 from kvtransfer.transports.cuda_ipc import Extent, Opened, pack_extents, unpack_extents
-from kvtransfer.transports.memory import Begun, Bytes, DeviceMemory, DevicePeer, Rows
+from kvtransfer.transports.memory import Begun, Behind, Bytes, DeviceMemory, DevicePeer, Rows
 from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT
 from kvtransfer.transports.sums import SPAN_WORDS, WORD_BYTES, sum_weights
 
@@ -239,14 +239,21 @@ class CudaMemory(DeviceMemory):
 
         return self._stream.begin(mark, issue)
 
-    def scatter(self, source: Bytes, places: Places, mark: int) -> Begun:
+    def scatter(self, source: Bytes, places: Places, mark: int, fill: Callable[[], object] | None = None) -> Begun:
         table = span_table(_packed(places), self._ground.at(places), places)
 
         def issue() -> Tensor:
             staging = torch.from_numpy(source).to(self._device, non_blocking=True)
             return self._move(_flat(staging), table)
 
-        return self._stream.begin(mark, issue)
+        if fill is None:
+            return self._stream.begin(mark, issue)
+
+        def filled() -> Begun:
+            fill()
+            return self._stream.begin(mark, issue)
+
+        return Behind(filled)
 
     def sums(self, places: Places, mark: int) -> Begun:
         at = self._ground.at(places)

@@ -70,6 +70,25 @@ class Task(Generic[T]):
                 self._future.set_exception(error)
 
 
+class Behind:
+    """See `Begun`: what a copying thread begins, behind work of its own."""
+
+    def __init__(self, begin: Callable[[], Begun]) -> None:
+        self._task = Task(begin)
+        self._begun: Begun | None = None
+
+    def over(self) -> bool:
+        if self._begun is None and self._task.over():
+            try:
+                self._begun = self._task.result()
+            except Exception:  # `result` says so
+                return True
+        return self._begun is not None and self._begun.over()
+
+    def result(self) -> bytes:
+        return (self._begun or self._task.result()).result()
+
+
 class Copying:
     """See `Begun`: the tasks of one copy in the CPU's memory, of which there is nothing to be told."""
 
@@ -116,8 +135,9 @@ class DeviceMemory(ABC):
         """Starts to pack the bytes of `places`, one after the other, into `out`, a `buffer`."""
 
     @abstractmethod
-    def scatter(self, source: Bytes, places: Places, mark: int) -> Begun:
-        """Starts to put what is packed in `source`, a `buffer`, to `places`."""
+    def scatter(self, source: Bytes, places: Places, mark: int, fill: Callable[[], object] | None = None) -> Begun:
+        """Starts to put what is packed in `source`, a `buffer`, to `places`; behind `fill`, which a copying thread calls to put
+        it there."""
 
     @abstractmethod
     def sums(self, places: Places, mark: int) -> Begun:

@@ -69,29 +69,29 @@ class Arrival:
         if not self.chunk.sums:
             raise BadFrame("a digest of bytes that no host sees")
         wanted = places_of(self.chunk.spans)
-        read, tags = (source, None) if isinstance(source, DevicePeer) else self._packed(memory, source)
+        made = partial(chunk_digest, self.chunk.key, wanted)
         try:
-            if isinstance(read, DevicePeer):
-                begun = memory.fetch(read, sources_of(self.chunk.spans), wanted, mark)
-            else:
-                begun = memory.scatter(read, wanted, mark)
+            if isinstance(source, DevicePeer):
+                return Copy(self.chunk, source, memory.fetch(source, sources_of(self.chunk.spans), wanted, mark), made)
+            seal = self.seal if source is None else None
+            parts = _arrays(self.frames) if source is None else self._views(source)
+            packed = self._buffer(memory, parts, seal)
+            if seal is None:
+                fill = partial(np.concatenate, parts, out=packed)
+                return Copy(self.chunk, parts, memory.scatter(packed, wanted, mark, fill), made)
+            tags = self._unseal_packed(seal, packed)
+            return Copy(self.chunk, packed, memory.scatter(packed, wanted, mark), lambda _: tags)
+        except BadFrame:
+            raise
         except ValueError as error:
             raise BadFrame(str(error)) from error
-        made = partial(chunk_digest, self.chunk.key, wanted)
-        return Copy(self.chunk, read, begun, made if tags is None else lambda _: tags)
 
-    def _packed(self, memory: DeviceMemory, source: CpuMemory | None) -> tuple[Bytes, int | None]:
-        """The bytes in a buffer, as large as what came, not as what is said; and their digest, if it is that of their seal."""
-        seal = self.seal if source is None else None
-        parts = _arrays(self.frames) if source is None else self._views(source)
+    def _buffer(self, memory: DeviceMemory, parts: Sequence[Bytes], seal: Seal | None) -> Bytes:
+        """As large as what came, not as what is said."""
         total = num_bytes(self.chunk.spans)
         if sum(map(len, parts)) != total + (0 if seal is None else TAG_BYTES * len(parts)):
             raise BadFrame("payload and spans differ in length")
-        packed = memory.buffer(total)
-        if seal is not None:
-            return packed, self._unseal_packed(seal, packed)
-        np.concatenate(parts, out=packed)
-        return packed, None
+        return memory.buffer(total)
 
     def _views(self, source: CpuMemory) -> list[Bytes]:
         return [source.direct(place) for place in sources_of(self.chunk.spans).tolist()]
