@@ -1,11 +1,15 @@
 """Spans of 32-bit words: moved between two memories, of which one may be another GPU's, and summed up for a digest.
 
 A table of spans, three int64 vectors [n] on the device, says where each begins in the source and in the target and how many
-words it has, 1..SPAN_WORDS: one program each.
+words it has, 1..SPAN_WORDS: one program each. A memory is named by a tensor that lies in it, and positions count from where
+that begins: they may be outside of it, in another allocation on either side.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -22,7 +26,7 @@ def move_spans(source: Tensor, target: Tensor, begins: Tensor, ends_up: Tensor, 
     the target do not overlap."""
     if not backend.active().triton:
         for begin, to, count in zip(begins.tolist(), ends_up.tolist(), counts.tolist(), strict=True):
-            target[to : to + count] = source[begin : begin + count]
+            _words(target, to, count).copy_(_words(source, begin, count))
         return
     launch(_move_kernel, (len(counts),), source, target, begins, ends_up, counts, _BLOCK, num_warps=8)
 
@@ -34,9 +38,15 @@ def sum_spans(memory: Tensor, begins: Tensor, counts: Tensor, weights: Tensor, s
     """
     if not backend.active().triton:
         for i, (begin, count) in enumerate(zip(begins.tolist(), counts.tolist(), strict=True)):
-            sums[i] = (memory[begin : begin + count] * weights[:count]).sum()
+            sums[i] = (_words(memory, begin, count) * weights[:count]).sum()
         return
     launch(_sum_kernel, (len(counts),), memory, begins, counts, weights, sums, _BLOCK, num_warps=8)
+
+
+def _words(memory: Tensor, begin: int, count: int) -> Tensor:
+    """int32 [count] of a memory, as the kernels see it."""
+    storage: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr() + 4 * begin, memory.device, 4 * count)
+    return torch.empty(0, dtype=torch.int32, device=memory.device).set_(storage, 0, (count,), (1,))
 
 
 @jit(do_not_specialize_on_alignment=["begins", "ends_up", "counts"])

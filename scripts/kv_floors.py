@@ -10,7 +10,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kernels.spans import move_spans
 from kvtransfer.arena import Arena
-from kvtransfer.spans import KIND, KINDS, Spans, num_bytes, places_of, sources_of
-from kvtransfer.transports.cuda import rows_at, span_table
+from kvtransfer.spans import Spans, num_bytes, places_of, sources_of
+from kvtransfer.transports.cuda import Ground, rows_at, span_table
 from kvtransfer.transports.memory import Bytes
 
 PACK_BYTES = 4 << 20
@@ -91,7 +91,8 @@ def kernel_rates(source: Arena, device: str, spans: Spans) -> tuple[float, float
     here, there = source.pages.device, target["page"].device
     for kind, each in rows.items():  # there and back: each of two GPUs may read the other's memory then
         each.copy_(target[kind].copy_(each))
-    move = mover({kind: rows_at(each.data_ptr(), there, *each.shape) for kind, each in rows.items()}, target, spans)
+    as_seen = {kind: rows_at(each.data_ptr(), there, *each.shape) for kind, each in rows.items()}
+    move = mover(Ground.of(as_seen), Ground.of(target), spans)
     nbytes = num_bytes(spans)
     whole, room = (torch.zeros(nbytes, dtype=torch.uint8, device=each) for each in (here, there))
     torch.cuda.synchronize(there)
@@ -101,20 +102,11 @@ def kernel_rates(source: Arena, device: str, spans: Spans) -> tuple[float, float
     return nbytes / 1e9 / kernel_s, nbytes / 1e9 / copy_s
 
 
-def mover(source: Mapping[str, Tensor], target: Mapping[str, Tensor], spans: Spans) -> Callable[[], None]:
-    """What starts to move `spans` between the rows of two arenas, uint8 [rows, row_bytes], as one device sees them."""
-    moves = []
-    for number, kind in enumerate(KINDS):
-        chosen = spans[spans[:, KIND] == number]
-        table = torch.from_numpy(span_table(sources_of(chosen), places_of(chosen), source[kind].shape[1]))
-        words = (rows[kind].view(-1).view(torch.int32) for rows in (source, target))
-        moves.append((*words, *table.to(target[kind].device)))
-
-    def move() -> None:
-        for each in moves:
-            move_spans(*each)
-
-    return move
+def mover(source: Ground, target: Ground, spans: Spans) -> Callable[[], None]:
+    """What starts to move `spans` between two arenas, as one device sees them."""
+    places = places_of(spans)
+    table = torch.from_numpy(span_table(source.at(sources_of(spans)), target.at(places), places)).to(target.words.device)
+    return lambda: move_spans(source.words, target.words, *table)
 
 
 def _gpu_seconds(device: torch.device, begin: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ import logging
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from kvtransfer.arena import Arena
 from kvtransfer.layout import Field, KVLayout
 from kvtransfer.transports import BulkOptions, Drained, Event, Landed, Lost, Wrote, open_transport
 from kvtransfer.transports.counters import Counters
-from kvtransfer.transports.cuda import SideStream, span_table
+from kvtransfer.transports.cuda import Ground, SideStream, span_table
 from kvtransfer.transports.cuda_ipc import HANDLE_BYTES, CudaIpc, Extent, Opened, pack_extents, unpack_extents
 from kvtransfer.transports.frame import (
     LANDED,
@@ -124,7 +125,7 @@ def test_a_hello_with_too_many_bytes_of_handles_is_none() -> None:
 def sums_of(data: torch.Tensor) -> bytes:
     """Of the bytes of one place."""
     place = place_table([("page", 0, 0, data.numel())])
-    begins, _, counts = torch.from_numpy(span_table(place, place, data.numel()))
+    begins, _, counts = torch.from_numpy(span_table(np.array([0]), np.array([0]), place))
     sums = torch.empty_like(counts)
     sum_spans(data.view(torch.int32), begins, counts, torch.from_numpy(sum_weights()), sums)
     return sums.numpy().tobytes()
@@ -137,22 +138,32 @@ def test_the_sums_are_those_of_the_words(data: bytes, spans: int) -> None:
 
 
 def test_a_place_is_cut_into_spans() -> None:
-    """Of 16,384 words of four bytes, the last one shorter; in both memories, in the order of the places."""
-    sources = place_table([("page", 2, 8, 3 * 65_536 + 12), ("page", 0, 0, 65_536), ("page", 1, 4, 4)])
-    places = place_table([("page", 1, 8, 3 * 65_536 + 12), ("page", 3, 0, 65_536), ("page", 0, 4, 4)])
-    full, row = 16_384, 100_000
-    assert span_table(sources, places, 4 * row).tolist() == [
-        [2 * row + 2, 2 * row + 2 + full, 2 * row + 2 + 2 * full, 2 * row + 2 + 3 * full, 0, row + 1],
-        [row + 2, row + 2 + full, row + 2 + 2 * full, row + 2 + 3 * full, 3 * row, 1],
-        [full, full, full, 3, full, 1],
+    """Of 16,384 words of four bytes, the last one shorter; in both memories, pages first, else in the order of the places."""
+    sizes = [("slot", 4), ("page", 3 * 65_536 + 12), ("page", 65_536), ("slot", 8)]
+    places = place_table([(kind, 1, 0, nbytes) for kind, nbytes in sizes])
+    full = 16_384
+    assert span_table(np.array([40, 400, 0, -80]), np.array([4, -800, 4_000_000, 0]), places).tolist() == [
+        [100, 100 + full, 100 + 2 * full, 100 + 3 * full, 0, 10, -20],
+        [-200, -200 + full, -200 + 2 * full, -200 + 3 * full, 1_000_000, 1, 0],
+        [full, full, full, 3, full, 1, 2],
     ]
 
 
-@pytest.mark.parametrize(("offset", "nbytes", "row_bytes"), [(2, 4, 8), (4, 3, 8), (4, 4, 10)])
-def test_half_a_word_is_not_read(offset: int, nbytes: int, row_bytes: int) -> None:
-    place = place_table([("slot", 1, offset, nbytes)])
+@pytest.mark.parametrize(("begin", "end_up", "nbytes"), [(2, 4, 4), (4, -2, 4), (4, 4, 3)])
+def test_half_a_word_is_not_read(begin: int, end_up: int, nbytes: int) -> None:
     with pytest.raises(ValueError, match="whole words"):
-        span_table(place, place, row_bytes)
+        span_table(np.array([begin]), np.array([end_up]), place_table([("slot", 1, 0, nbytes)]))
+
+
+def test_slots_have_their_place_beside_the_pages() -> None:
+    """On either side of them."""
+    both = torch.empty(4_000, dtype=torch.uint8)
+    low, high = both[:1_200].view(3, 400), both[2_000:2_800].view(2, 400)
+    places = place_table([("page", 2, 8, 4), ("slot", 1, 12, 4), ("page", 0, 0, 4)])
+    for pages, slots, apart in ((low, high, 2_000), (high, low, -2_000)):
+        ground = Ground.of({"page": pages, "slot": slots})
+        assert ground.at(places).tolist() == [808, apart + 412, 0]
+        assert ground.words.data_ptr() == pages.data_ptr() and ground.words.dtype == torch.int32
 
 
 @pytest.mark.parametrize("change", ["a bit", "the highest bit", "two words", "two rows"])
@@ -518,16 +529,39 @@ def test_a_copy_that_fails_is_refused_and_so_is_what_comes_again(caplog: pytest.
     assert rig.chunk(1) == REFUSED
 
 
+def test_the_peer_fetches_while_the_sender_makes_its_digest() -> None:
+    """Not only once that is begun: a host takes as long to begin it as a device to copy."""
+    with pair() as (sender, receiver, source, target):
+        memory, landed = sender.inner._outbound._memory, threading.Event()
+        begin = memory.sums
+
+        def late(places: Any, mark: int) -> Any:
+            assert landed.wait(PATIENCE_S)
+            return begin(places, mark)
+
+        memory.sums = late
+        receiver.expect(KEY, 3, [5])
+        sender.write(receiver.address(), KEY, table([Span("page", 1, 5, 0, PAGE)]))
+        (there,) = collect(receiver, len)
+        assert isinstance(there, Landed) and torch.equal(target.pages[5], source.pages[1])
+        landed.set()
+        (wrote,) = collect(sender, len)
+        assert isinstance(wrote, Wrote) and wrote.digest == there.digest
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["when they are begun", "when they end"])
 def test_a_fault_after_a_chunk_has_left_costs_its_hand_off_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    at_once: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The sums are waited for when the header is on its way: its answer still comes."""
+    """The sums are begun and waited for when the header is on its way: its answer still comes."""
     with pair() as (sender, receiver, source, target):
         memory = sender.inner._outbound._memory
         begin = memory._stream.begin
 
         def faulty(mark: int, issue: Any) -> Any:
             begin(mark, issue)
+            if at_once:
+                raise RuntimeError("device fault")
             return Copying(fault=True)
 
         monkeypatch.setattr(memory._stream, "begin", faulty)
@@ -538,6 +572,7 @@ def test_a_fault_after_a_chunk_has_left_costs_its_hand_off_only(
         sender.write(receiver.address(), (8, 0), table([Span("page", 2, 6, 0, PAGE)]))
         assert isinstance(collect(sender, len)[0], Wrote)
         assert torch.equal(target.pages[6], source.pages[2])
+        assert sender.counters()["bad_frames"] == 0, "the answer was waited for: until then the peer reads"
     assert "goes on after a fault" not in caplog.text
 
 

@@ -28,6 +28,7 @@ from kvtransfer.places import slot_places
 from kvtransfer.spans import KINDS, NBYTES, Spans, num_bytes
 from kvtransfer.transports import Landed, Wrote
 from kvtransfer.transports.bulk import BulkTransport
+from kvtransfer.transports.cuda import Ground
 from scripts.bench_kvtransfer import HEADER, BenchConfig, PeerRow, Row, Source, _target, digest_cost, header, line, main, run
 from scripts.kv_ends import flash_layout
 from scripts.kv_floors import mover
@@ -95,7 +96,7 @@ def test_the_kernel_is_measured_with_the_spans_of_a_hand_off(monkeypatch: pytest
         expected = {kind: rows.clone() for kind, rows in theirs.items()}
         for kind, number, offset, nbytes, src in spans.tolist():
             expected[KINDS[kind]][number, offset : offset + nbytes] = ours[KINDS[kind]][src, offset : offset + nbytes]
-        mover(ours, theirs, spans)()
+        mover(Ground.of(ours), Ground.of(theirs), spans)()
         assert all(torch.equal(theirs[kind], expected[kind]) for kind in KINDS)
 
 

@@ -215,9 +215,9 @@ def test_the_digest_is_of_what_landed_in_the_arena(opener: Opener, monkeypatch: 
 
         return scatter(places, parts, spoilt)
 
-    def faulty_sums(tables: Any) -> Any:
+    def faulty_sums(begins: Any, counts: Any) -> Any:
         target.pages[5, 17] ^= 1
-        return sums(tables)
+        return sums(begins, counts)
 
     if isinstance(memory, CudaMemory):
         sums = memory._sums

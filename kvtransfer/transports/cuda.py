@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.spans import move_spans, sum_spans
-from kvtransfer.spans import KIND, KINDS, NBYTES, NUMBER, OFFSET, PAGE, Places, num_bytes
+from kvtransfer.spans import KIND, KINDS, NBYTES, OFFSET, PAGE, Places, num_bytes
 from kvtransfer.transports.cuda_ipc import Extent, Opened, pack_extents, unpack_extents
 from kvtransfer.transports.memory import Begun, Behind, Bytes, DeviceMemory, DevicePeer, Rows
 from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT
@@ -165,18 +166,45 @@ class Ring:
         return whole[:nbytes]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ground:
+    """Pages and slots as a device sees them: one memory, though each is an allocation of its own, so that one table leads to
+    both."""
+
+    words: Tensor  # int32, from the first page on
+    begins: NDArray[np.int64]  # by kind: bytes from there to the first row
+    row_bytes: NDArray[np.int64]  # by kind
+
+    @classmethod
+    def of(cls, rows: Mapping[str, Tensor]) -> Ground:
+        """Of uint8 [rows, row_bytes] of each kind, which have to be kept."""
+        pages = rows["page"]
+        begins = [rows[kind].data_ptr() - pages.data_ptr() for kind in KINDS]
+        return cls(_flat(pages), np.array(begins), np.array([rows[kind].shape[1] for kind in KINDS]))
+
+    def at(self, places: Places) -> NDArray[np.int64]:
+        """[n]: bytes from the first page to each place."""
+        kind, number, offset, _ = places.astype(np.int64).T
+        at: NDArray[np.int64] = self.begins.take(kind) + number * self.row_bytes.take(kind) + offset
+        return at
+
+
 @dataclass(eq=False)
 class PeerRows(DevicePeer):
     """A sender's pages and slots, uint8 [rows, row_bytes], under addresses of our device. Not to be written."""
 
     rows: dict[str, Tensor]
 
+    @cached_property
+    def ground(self) -> Ground:
+        return Ground.of(self.rows)
+
 
 class CudaMemory(DeviceMemory):
     """See `DeviceMemory`; `rows` are the arena's tensors, uint8 [rows, row_bytes]."""
 
     def __init__(self, rows: Mapping[str, Tensor], stream: Stream, ipc: Ipc | None) -> None:
-        self._rows = rows
+        self._rows, self._ground = rows, Ground.of(rows)
         self._device = rows["page"].device
         self._stream = stream
         self._ipc = ipc
@@ -200,24 +228,23 @@ class CudaMemory(DeviceMemory):
         return self._ring.take(nbytes)
 
     def gather(self, places: Places, out: Bytes, mark: int) -> Begun:
-        tables = self._tables(_packed(places), places)
+        table = span_table(self._ground.at(places), _packed(places), places)
 
         def issue() -> Tensor:
-            on_device = {kind: self._upload(table) for kind, table in tables.items()}
+            begins, ends_up, counts = self._upload(table)
             staging = torch.empty(len(out), dtype=torch.uint8, device=self._device)
-            for kind, (begins, ends_up, counts) in on_device.items():
-                move_spans(_flat(self._rows[kind]), _flat(staging), ends_up, begins, counts)
+            move_spans(self._ground.words, _flat(staging), begins, ends_up, counts)
             torch.from_numpy(out).copy_(staging, non_blocking=True)
-            return self._sums(on_device)
+            return self._sums(begins, counts)
 
         return self._stream.begin(mark, issue)
 
     def scatter(self, source: Bytes, places: Places, mark: int, fill: Callable[[], object] | None = None) -> Begun:
-        tables = self._tables(_packed(places), places)
+        table = span_table(_packed(places), self._ground.at(places), places)
 
         def issue() -> Tensor:
             staging = torch.from_numpy(source).to(self._device, non_blocking=True)
-            return self._move(dict.fromkeys(tables, staging), tables)
+            return self._move(_flat(staging), table)
 
         if fill is None:
             return self._stream.begin(mark, issue)
@@ -229,8 +256,9 @@ class CudaMemory(DeviceMemory):
         return Behind(filled)
 
     def sums(self, places: Places, mark: int) -> Begun:
-        tables = self._tables(places, places)
-        return self._stream.begin(mark, lambda: self._sums({kind: self._upload(table) for kind, table in tables.items()}))
+        at = self._ground.at(places)
+        table = span_table(at, at, places)
+        return self._stream.begin(mark, lambda: self._sums(*self._upload(table)[1:]))
 
     def handles(self) -> bytes:
         if self._ipc is None:
@@ -257,77 +285,63 @@ class CudaMemory(DeviceMemory):
 
     def fetch(self, peer: DevicePeer, sources: Places, places: Places, mark: int) -> Begun:
         assert isinstance(peer, PeerRows)
-        rows, tables = peer.rows, self._tables(sources, places)
-        return self._stream.begin(mark, lambda: self._move(rows, tables))
+        words, table = peer.ground.words, span_table(peer.ground.at(sources), self._ground.at(places), places)
+        return self._stream.begin(mark, lambda: self._move(words, table))
 
     def read(self, peer: DevicePeer, sources: Places) -> None:
         assert isinstance(peer, PeerRows)
-        nowhere = sources.copy()
-        nowhere[:, NUMBER] = 0
+        table = span_table(peer.ground.at(sources), sources[:, OFFSET].astype(np.int64), sources)  # of one row, over each other
         with self._stream.after(0):
-            for kind, table in self._tables(sources, nowhere).items():
-                scratch = torch.empty(peer.rows[kind].shape[1], dtype=torch.uint8, device=self._device)
-                move_spans(_flat(peer.rows[kind]), _flat(scratch), *self._upload(table))
+            scratch = torch.empty(max(peer.ground.row_bytes), dtype=torch.uint8, device=self._device)
+            move_spans(peer.ground.words, _flat(scratch), *self._upload(table))
 
     def _one_page(self) -> Places:
         """Which is nobody's."""
         return np.array([(PAGE, 0, 0, self._rows["page"].shape[1])], dtype=np.uint32)
 
-    def _tables(self, sources: Places, places: Places) -> dict[str, NDArray[np.int64]]:
-        """By kind, what `span_table` gives."""
-        tables = {}
-        for number, kind in enumerate(KINDS):
-            chosen = places[:, KIND] == number
-            if chosen.any():
-                tables[kind] = span_table(sources[chosen], places[chosen], self._rows[kind].shape[1])
-        return tables
-
-    def _move(self, sources: Mapping[str, Tensor], tables: Mapping[str, NDArray[np.int64]]) -> Tensor:
-        """Of each kind from its source to our rows; gives the sums of what is there then."""
-        on_device = {kind: self._upload(table) for kind, table in tables.items()}
-        for kind, table in on_device.items():
-            move_spans(_flat(sources[kind]), _flat(self._rows[kind]), *table)
-        return self._sums(on_device)
+    def _move(self, source: Tensor, table: NDArray[np.int64]) -> Tensor:
+        """From words on the device to our rows; gives the sums of what is there then."""
+        begins, ends_up, counts = self._upload(table)
+        move_spans(source, self._ground.words, begins, ends_up, counts)
+        return self._sums(ends_up, counts)
 
     def _upload(self, table: NDArray[np.int64]) -> Tensor:
         pinned = self._stream.pinned(table.nbytes).view(torch.int64).view(table.shape)
         pinned.copy_(torch.from_numpy(table))
         return pinned.to(self._device, non_blocking=True)
 
-    def _sums(self, tables: Mapping[str, Tensor]) -> Tensor:
-        """Of the spans of ours in tables on the device, in a host tensor that has them when the stream gets there."""
-        sizes = [table.shape[1] for table in tables.values()]
-        sums = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
-        for (kind, (_, ends_up, counts)), part in zip(tables.items(), torch.split(sums, sizes), strict=True):
-            sum_spans(_flat(self._rows[kind]), ends_up, counts, self._weights, part)
+    def _sums(self, begins: Tensor, counts: Tensor) -> Tensor:
+        """Of spans of ours in tables on the device, in a host tensor that has them when the stream gets there."""
+        sums = torch.empty_like(counts)
+        sum_spans(self._ground.words, begins, counts, self._weights, sums)
         return self._stream.pinned(sums.nbytes).view(torch.int64).copy_(sums, non_blocking=True)
 
 
-def span_table(sources: Places, places: Places, row_bytes: int) -> NDArray[np.int64]:
-    """int64 [3, n], of places of one kind: where each span begins in the source, in the target, and how many words it has.
-    A place is cut into spans of SPAN_WORDS words, the last one shorter. Raises ValueError for one not of whole words."""
-    _, src, src_offset, _ = sources.astype(np.int64).T
-    _, dst, offset, nbytes = places.astype(np.int64).T
-    if ((src_offset | offset | nbytes | row_bytes) % WORD_BYTES).any():
+def span_table(begins: NDArray[np.int64], ends_up: NDArray[np.int64], places: Places) -> NDArray[np.int64]:
+    """int64 [3, n]: where each span begins in the source, where in the target, in words, and how many of them it has. Begins
+    and ends_up int64 [places] say the same of whole places, in bytes. A place is cut into spans of SPAN_WORDS words, the last
+    one shorter; those of pages come first. Raises ValueError for one not of whole words."""
+    pages_first = places[:, KIND].argsort(kind="stable")
+    cut = np.array((begins, ends_up, places[:, NBYTES]), dtype=np.int64)[:, pages_first]
+    if (cut % WORD_BYTES).any():
         raise ValueError("a GPU reads whole words, and a place is not made of them")
-    words = nbytes // WORD_BYTES
-    cuts = -(-words // SPAN_WORDS)
+    cut //= WORD_BYTES
+    cuts = -(-cut[2] // SPAN_WORDS)
     cut_before = (np.cumsum(cuts) - cuts) * SPAN_WORDS  # words, as if every span were full
-    begins, ends_up = (first // WORD_BYTES for first in (src * row_bytes + src_offset, dst * row_bytes + offset))
-    table = np.repeat(np.stack((begins - cut_before, ends_up - cut_before, words + cut_before)), cuts, axis=1)
+    cut[:2] -= cut_before
+    cut[2] += cut_before
+    table = np.repeat(cut, cuts, axis=1)
     at = np.arange(table.shape[1]) * SPAN_WORDS
     table[:2] += at
     table[2] = np.minimum(table[2] - at, SPAN_WORDS)
     return table
 
 
-def _packed(places: Places) -> Places:
-    """Where they are when they lie one behind the other."""
-    packed = places.copy()
-    packed[:, NUMBER] = 0
-    packed[1:, OFFSET] = np.cumsum(places[:-1, NBYTES])
-    packed[0, OFFSET] = 0
-    return packed
+def _packed(places: Places) -> NDArray[np.int64]:
+    """[n]: where each is, in bytes, when they lie one behind the other."""
+    sizes = places[:, NBYTES].astype(np.int64)
+    ends: NDArray[np.int64] = sizes.cumsum()
+    return ends - sizes
 
 
 def _flat(rows: Tensor) -> Tensor:

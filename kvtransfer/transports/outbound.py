@@ -363,10 +363,11 @@ class Outbound:
 
     def _send(self, lane: Lane, parcel: Parcel) -> None:
         piece = parcel.piece
-        frames, piece.made = parcel.pack()
+        frames, begin_digest = parcel.pack()
         piece.trackers += _send_frames(lane.socket, parcel.header, frames)
         lane.under_way[piece.number] = piece
         self._counters.add("chunks_sent")
+        piece.made = begin_digest()
 
     def _lose(self, piece: Piece, error: Exception) -> None:
         """Whatever it is (a device fault, no memory), it costs this hand-off only."""

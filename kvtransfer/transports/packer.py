@@ -12,14 +12,14 @@ from kvtransfer.digest import chunk_digest, combine, span_digest
 from kvtransfer.spans import NBYTES, Place, Spans, num_bytes, places_of, sources_of
 from kvtransfer.transports import Key
 from kvtransfer.transports.jobs import Piece
-from kvtransfer.transports.memory import Begun, Bytes, CpuMemory, Memory, Task
+from kvtransfer.transports.memory import Begun, Bytes, CpuMemory, DeviceMemory, Memory, Task
 from kvtransfer.transports.seal import NO_PAYLOAD, Seal, tag_digest
 from kvtransfer.transports.sums import HostSums
 
 DIRECT_BYTES = 128 << 10  # a span from this size on is a frame by itself; below, packing is cheaper than a frame
 Group = tuple[Spans, Bytes]  # spans, and their bytes one after the other
 Digest = Callable[[], int]  # waits for it: it is made while the bytes are on their way
-Packed = tuple[Sequence[Bytes | bytearray], Digest]  # a chunk's frames, which go behind its header
+Packed = tuple[Sequence[Bytes | bytearray], Callable[[], Digest]]  # a chunk's frames; what begins its digest once they are sent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,11 +64,16 @@ class Packer:
         frames = [] if job.seal is None else [job.seal.close(piece.number, NO_PAYLOAD, b"", header)]
         if isinstance(self._memory, CpuMemory):
             parts = [self._memory.direct(source) for source in sources_of(spans).tolist()]
-            return frames, _digest(job.key, [(spans[i : i + 1], part) for i, part in enumerate(parts)], sums)
-        begun = self._memory.sums(sources_of(spans), job.mark)
+            return frames, partial(_digest, job.key, [(spans[i : i + 1], part) for i, part in enumerate(parts)], sums)
         if not self._memory.reached(job.mark):  # our stream waits for what computes these pages; the peer's cannot
-            begun.result()
-        return frames, lambda: chunk_digest(job.key, places_of(spans), begun.result())
+            self._memory.sums(sources_of(spans), job.mark).result()
+        return frames, partial(_digest_by_device, self._memory, piece)
+
+
+def _digest_by_device(memory: DeviceMemory, piece: Piece) -> Digest:
+    """Of what is in place there."""
+    begun = memory.sums(sources_of(piece.spans), piece.job.mark)
+    return lambda: chunk_digest(piece.job.key, places_of(piece.spans), begun.result())
 
 
 def _payload(memory: CpuMemory, piece: Piece, header: bytes, sums: bool) -> Packed:
@@ -76,7 +81,7 @@ def _payload(memory: CpuMemory, piece: Piece, header: bytes, sums: bool) -> Pack
     frames = [data for _, data in groups]
     if piece.job.seal is not None:
         return _sealed(piece.job.seal, piece.number, header, frames)
-    return frames, _digest(piece.job.key, groups, sums)
+    return frames, partial(_digest, piece.job.key, groups, sums)
 
 
 def _from_device(piece: Piece, header: bytes, packed: Bytes, begun: Begun) -> Packed:
@@ -84,12 +89,12 @@ def _from_device(piece: Piece, header: bytes, packed: Bytes, begun: Begun) -> Pa
     sums = begun.result()
     if piece.job.seal is not None:
         return _sealed(piece.job.seal, piece.number, header, [packed])
-    return [packed], lambda: chunk_digest(piece.job.key, places_of(piece.spans), sums)
+    return [packed], lambda: partial(chunk_digest, piece.job.key, places_of(piece.spans), sums)
 
 
 def _sealed(seal: Seal, number: int, header: bytes, frames: Sequence[Bytes]) -> Packed:
     sealed = [seal.close(number, index, data.data, header) for index, data in enumerate(frames)]
-    return sealed, partial(combine, map(tag_digest, sealed))
+    return sealed, lambda: partial(combine, map(tag_digest, sealed))
 
 
 def _groups(memory: CpuMemory, spans: Spans) -> list[Group]:
