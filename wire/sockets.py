@@ -22,6 +22,7 @@ HARD_LIMIT_BYTES = 64 << 20  # libzmq closes the connection of a peer that annou
 SEND_QUEUE = 100_000
 CONNECT_AGAIN_S = 10.0  # of no room in a peer's queue: libzmq has given up one that turned us away, and says it in no other way
 MAX_PEERS = 2048  # connections an outbox holds: peers come and go under new addresses, and nobody says that one is gone
+LOOK_S = 1.0  # at who was turned away: a warning may be due though no member says anything
 MAX_SOCKETS = 2 * MAX_PEERS + 64  # of a process: an outbox, a transport's lanes, the rest; libzmq's own limit is 1023
 
 
@@ -87,6 +88,11 @@ class Inbox:
     def attach(self, loop: asyncio.AbstractEventLoop, handle: Callable[[Any], None]) -> None:
         """Calls `handle` for every message from now on, on `loop`, without a task per message."""
 
+        def look() -> None:
+            if self._refused is not None and not self.socket.closed:
+                self._refused.count()
+                loop.call_later(LOOK_S, look)
+
         def readable() -> None:
             # The descriptor is edge-triggered: go on until it is empty, but let other callbacks in between.
             if self.socket.closed:
@@ -101,6 +107,7 @@ class Inbox:
         descriptor = self.socket.fileno()
         loop.add_reader(descriptor, readable)
         loop.call_soon(readable)
+        look()
         self._detach = lambda: loop.remove_reader(descriptor)
 
     def close(self) -> None:
