@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from router.config import RouterConfig
-from router.errors import ApiError, internal, unavailable
+from router.errors import ApiError, gave_up, internal, unavailable
 from router.losses import Losses
 from router.pool import MAX_WORKERS, ROLES, Pool, Refusal, Worker
 from router.request import Key, Parked, Request, Sample, Try
@@ -194,10 +194,11 @@ class Dispatcher:
         """A message with tokens of this sample was lost: it goes on from what is here, under a new attempt."""
         self.metrics.add("gaps")
         request, decode = attempt.request, attempt.decode
+        request.failure = "tokens were lost on the way"
         request.reason = f"tokens {len(sample.ids)} to {first} of decode worker {decode.name} were lost on the way"
         self._leave(attempt, sample)
         self._post(decode.inbox, Abort(*attempt.key, sample.index))
-        self._retry(request, [sample], ApiError(500, request.reason, code="tokens_lost"))
+        self._retry(request, [sample], "tokens_lost")
 
     def _take_prompt_logprobs(self, message: PromptLogprobs) -> None:
         request = self._requests.get(message.rid)
@@ -223,7 +224,8 @@ class Dispatcher:
         else:
             return
         self.metrics.add(f"failures_{message.cause}" if message.cause in _CAUSES else "failures_other")
-        request.reason = message.reason
+        request.failure = _FAILURES.get(message.cause, "a worker failed") if message.retryable else message.reason
+        request.reason = f"{message.reason} (says {message.role}; {attempt.prefill.name} to {attempt.decode.name})"
         if message.cause == "refused":
             self._fail(request, ApiError(400, message.reason, code="refused_by_worker"))
             return
@@ -232,11 +234,10 @@ class Dispatcher:
             return
         if message.cause != "retracted":
             self._blame(attempt, message)
-        error = ApiError(500, f"the request failed: {message.reason}", code="worker_failed")
         if message.retryable:
-            self._retry(request, samples, error, cause=message.cause)
+            self._retry(request, samples, "worker_failed", cause=message.cause)
         else:
-            self._fail(request, error)
+            self._fail(request, ApiError(500, f"the request failed: {message.reason}", code="worker_failed"))
 
     def _take_status(self, status: Status) -> None:
         if status.role not in ROLES or not status.name or not status.inbox.startswith("tcp://"):
@@ -299,7 +300,7 @@ class Dispatcher:
         self._unpark()
         for parked in self._parked:
             if now >= parked.until_s:
-                self._fail(parked.request, unavailable(f"{self.pool.missing()}{_because(parked.request.reason)}"))
+                self._fail(parked.request, unavailable(f"{self.pool.missing()}{_because(parked.request.failure)}"))
         self._parked = [parked for parked in self._parked if not parked.request.closed]
 
     def _forgive_stall(self, now: float) -> None:
@@ -433,17 +434,19 @@ class Dispatcher:
             self._close(request)
             if request.pinned is None:
                 self.metrics.add("requests_failed")
+                if request.reason and error.status >= 500:
+                    _LOG.warning("request %d ended with status %d: %s", request.rid, error.status, request.reason)
             request.listener.failed(error)
 
     def _time_out(self, request: Request) -> None:
         if request.pinned is None and not request.closed:
             self.metrics.add("requests_timed_out")
-        self._fail(request, ApiError(504, f"not finished in time{_because(request.reason)}", code="timeout"))
+        self._fail(request, ApiError(504, f"not finished in time{_because(request.failure)}", code="timeout"))
 
     # ---- another try ----
 
-    def _retry(self, request: Request, samples: list[Sample], error: ApiError, cause: str = "") -> None:
-        """Samples that lost their try go on elsewhere; when they have had all their tries, the request ends with `error`."""
+    def _retry(self, request: Request, samples: list[Sample], code: str, cause: str = "") -> None:
+        """Samples that lost their try go on elsewhere; when they have had all their tries, the request ends with a 500."""
         if not samples:  # only the prompt's scores were still to come
             if request.tries or not request.is_generated:
                 return  # another try brings them
@@ -454,7 +457,8 @@ class Dispatcher:
         if request.pinned is None and all(map(self._may_try, samples)):
             self._resend(request, samples)
         else:
-            self._fail(request, error)
+            tries = max([1, *(sample.failures for sample in samples)])
+            self._fail(request, gave_up(request.rid, request.failure, tries, code))
 
     def _may_try(self, sample: Sample) -> bool:
         return sample.failures < self._config.max_attempts and sample.corrupt < CORRUPT_TRIES
@@ -468,9 +472,10 @@ class Dispatcher:
             request, legs, samples = attempt.request, (attempt.prefill, attempt.decode), list(attempt.samples.values())
             if not attempt.started:  # the way to one of them may be cut
                 request.avoid.update(dict.fromkeys(legs, now))
+            request.failure = "a message was lost on the way"
             request.reason = f"{attempt.prefill.name} and {attempt.decode.name} know nothing of it: a message was lost"
             self._drop_try(attempt, tell=legs)
-            self._retry(request, samples, ApiError(500, request.reason, code="try_lost"))
+            self._retry(request, samples, "try_lost")
 
     def _resend(self, request: Request, samples: list[Sample]) -> None:
         """Samples without tokens go together again, the others one by one: their contexts differ."""
@@ -524,8 +529,9 @@ class Dispatcher:
             other = attempt.decode if worker is attempt.prefill else attempt.prefill
             samples = list(attempt.samples.values())
             self._drop_try(attempt, tell=(other,))
+            request.failure = f"a {worker.role} worker was lost"
             request.reason = f"{worker.role} worker {worker.name} {why}"
-            self._retry(request, samples, ApiError(500, request.reason, code="worker_lost"))
+            self._retry(request, samples, "worker_lost")
 
     def _refuse(self, status: Status, objection: str) -> None:
         self.metrics.add("workers_refused")
@@ -537,7 +543,8 @@ class Dispatcher:
 
 
 _CAUSES = {"retracted", "transfer", "corrupt", "timeout", "refused", "internal"}
+_FAILURES = {"transfer": "KV transfer failed", "corrupt": "KV transfer failed", "retracted": "memory for its KV ran out"}
 
 
-def _because(reason: str) -> str:
-    return f" (last failure: {reason})" if reason else ""
+def _because(failure: str) -> str:
+    return f" (last failure: {failure})" if failure else ""

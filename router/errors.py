@@ -44,6 +44,12 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="no_workers", retry_after_s=1)
 
 
+def gave_up(rid: int, failure: str, tries: int, code: str) -> ApiError:
+    """A 500 after the last try. It names no worker: the log does, under the same number."""
+    ended = f"request {rid} ended after {tries} attempt{'s' if tries > 1 else ''}: {failure}"
+    return ApiError(500, f"{ended}. Send it again; the server's log has the details under that number", code=code)
+
+
 def internal() -> ApiError:
     """A 500 for a bug of ours, which the log describes."""
     return ApiError(500, "internal error; the server's log has the details", code="internal")

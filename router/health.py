@@ -142,7 +142,7 @@ class Probe:
             if not any(worker.is_saturated(now) for worker in request.pinned):
                 for worker in self.on_trial:
                     worker.failures += worker.proven_s <= request.submitted_s
-        self._end(error.message)
+        self._end((request.reason if request is not None else "") or error.message)
         self.health.dispatcher.metrics.add("probes_failed")
 
     def _end(self, failure: str) -> None:

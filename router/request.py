@@ -51,7 +51,8 @@ class Request:
     closed: bool = False
     tries: list[Try] = field(default_factory=list)
     avoid: dict[Worker, float] = field(default_factory=dict)  # since when; until it is proven after that
-    reason: str = ""  # of the last failure
+    failure: str = ""  # the last one, in words for the client, which name no worker
+    reason: str = ""  # of it, for the log: with names and addresses
 
     @classmethod
     def new(cls, prompt: list[int], n: int, sampling: SamplingParams, listener: Listener) -> Request:

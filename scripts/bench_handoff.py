@@ -213,8 +213,8 @@ def run(config: BenchConfig) -> Figures:
         if prompt + output > most:
             raise ValueError(f"--prompts {prompt} with --output-tokens {output}: the model takes {most} tokens together")
         for number, transport in enumerate(config.transports, 1):
-            system, limited = System(config.local(model, transport)), config.device == "cuda" and number > 1
-            try:
+            limited = config.device == "cuda" and number > 1
+            with System(config.local(model, transport)) as system:
                 begin_s = time.monotonic()
                 url = system.start()
                 figures["starts"].append(start_row(number, transport, system, time.monotonic() - begin_s, limited))
@@ -224,9 +224,9 @@ def run(config: BenchConfig) -> Figures:
                         figures["handoffs"].append({"transport": transport} | row)
                         figures["timelines"].append({"transport": transport, "prompt": row["prompt"], "lines": way.lines()})
                         show(figures["handoffs"][-1])
-            finally:
-                system.stop()
-            print("\n".join(told(system)), file=sys.stderr, flush=True)
+                print("\n".join(told(system)), file=sys.stderr, flush=True)
+                if missed(figures):
+                    system.keep_logs()
     return figures
 
 

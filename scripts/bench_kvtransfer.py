@@ -36,7 +36,18 @@ from kvtransfer.spans import Spans, with_sources
 from kvtransfer.transports import BulkOptions, Key, Transport, open_transport
 from kvtransfer.transports.bulk import congestion_control
 from kvtransfer.transports.faults import Faults, FaultyTransport
-from scripts.kv_ends import NUM_SLOTS, busy_python, cpu_seconds, flash_layout, host_pages, no_interrupts, prove, serve
+from scripts.kv_ends import (
+    NUM_SLOTS,
+    busy_python,
+    cpu_seconds,
+    flash_layout,
+    host_pages,
+    is_device,
+    is_here,
+    no_interrupts,
+    prove,
+    serve,
+)
 from scripts.kv_floors import copy_rate, kernel_rates, memcpy_seconds, send
 from scripts.kv_peers import LIBRARIES, Peer, require
 from scripts.kv_undigested import UndigestedTransport
@@ -99,6 +110,8 @@ class BenchConfig:
         require_key(name, host, self.cluster_key, self.insecure)
         if len(self.devices) != 2:
             raise ValueError(f"--arena is {self.arena!r}; it must name two devices")
+        if unknown := [device for device in self.devices if not is_device(device)]:
+            raise ValueError(f"--arena {unknown[0]}: the devices are cpu, cuda, cuda:0, ...")
         if self.connect and not _is_port(self.connect.rpartition(":")[2]):
             raise ValueError(f"--connect is {self.connect!r}; it must be HOST:PORT")
         if self.connect and not is_loopback(self.connect.rpartition(":")[0]) and is_loopback(self.advertise or self.host):
@@ -120,8 +133,8 @@ class BenchConfig:
         except ValueError as error:
             raise ValueError(f"--inject {self.inject}: {error}") from None
         here = self.devices[:1] if self.connect else self.devices
-        if any(device.startswith("cuda") for device in here) and not torch.cuda.is_available():
-            raise ValueError(f"--arena is {self.arena}: torch finds no GPU here")
+        if missing := [device for device in here if not is_here(device)]:
+            raise ValueError(f"--arena is {self.arena}: torch finds no {missing[0]} here")
         if self.digest_cost and (self.arena != "cpu,cpu" or self.sealed or self.cluster_key or self.connect):
             raise ValueError("--digest-cost is of arenas of the CPU, two processes of this host, and bulk that is not sealed")
         self._check_peers(host)
@@ -191,6 +204,20 @@ class Row:
     kernel_gb_per_s: float | None  # of cuda_ipc: a hand-off's spans moved by its kernel and nothing else
     kernel_to_copy: float | None  # that to a copy of as many bytes in one piece
     peers: dict[str, PeerRow]
+
+
+@dataclass
+class DigestRow:
+    """One case with and without a digest: medians of the rates, means of the CPU time."""
+
+    path: str
+    lanes: int
+    context: int
+    requests: int
+    gb_per_s: float
+    bare_gb_per_s: float
+    cpu_s_per_gb: float
+    bare_cpu_s_per_gb: float
 
 
 class Source:
@@ -515,8 +542,9 @@ def _target(config: BenchConfig) -> Iterator[tuple[str, int]]:
         yield host, int(port)
 
 
-def digest_cost(config: BenchConfig) -> None:
+def digest_cost(config: BenchConfig) -> list[DigestRow]:
     """The same hand-offs with and without a digest, in turns, so that both meet the same machine; prints a line a case."""
+    rows: list[DigestRow] = []
     torch.set_num_threads(1)
     contexts, requests = ([int(number) for number in text.split(",")] for text in (config.contexts, config.requests))
     num_pages = max(128, flash_layout().pages_for(max(contexts)))
@@ -536,12 +564,18 @@ def digest_cost(config: BenchConfig) -> None:
                     if number > 1:  # the first of each greets and touches memory
                         rates[which].append(gb / seconds)
                         cpu_s[which].append((sources[which].cpu_seconds() - before_s) / gb)
-                digested, bare = map(statistics.median, rates)
-                cost_s = statistics.mean(cpu_s[0]) - statistics.mean(cpu_s[1])
-                case = f"{path:8} {context:7} {count:2}"
-                print(f"{case}   {digested:.2f}, {bare:.2f}  {1 - digested / bare:.1%}, {cost_s:.3f}", flush=True)
+                rows.append(
+                    DigestRow(path, lanes, context, count, *map(statistics.median, rates), *map(statistics.mean, cpu_s))
+                )
+                print(_digest_line(rows[-1]), flush=True)
             for source in sources:
                 source.close()
+    return rows
+
+
+def _digest_line(row: DigestRow) -> str:
+    rate = f"{row.gb_per_s:.2f}, {row.bare_gb_per_s:.2f}  {1 - row.gb_per_s / row.bare_gb_per_s:.1%}"
+    return f"{row.path:8} {row.context:7} {row.requests:2}   {rate}, {row.cpu_s_per_gb - row.bare_cpu_s_per_gb:.3f}"
 
 
 def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int], show: bool) -> list[Row]:
@@ -614,11 +648,12 @@ def _main(config: BenchConfig) -> None:
             sys.exit(f"bench_kvtransfer: --serve {config.serve}: {error}")
         return
     print(control, flush=True)
+    rows: Sequence[Row | DigestRow]
     if config.digest_cost:
-        digest_cost(config)
-        return
-    print(header(config.peer_names), flush=True)
-    rows = run(config)
+        rows = digest_cost(config)
+    else:
+        print(header(config.peer_names), flush=True)
+        rows = run(config)
     if config.json:
         with open(config.json, "w") as file:
             json.dump([asdict(row) for row in rows], file, indent=1)

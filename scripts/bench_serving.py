@@ -14,6 +14,7 @@ import math
 import random
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -180,33 +181,34 @@ def table(rows: list[dict[str, float]]) -> str:
 
 def main() -> int:
     config = parse(BenchConfig, "bench_serving")
-    system: System | None = None
     figures: dict[str, list[dict[str, float]]] = {}
+    slow = False
     try:
-        url = config.url
-        if url:
-            asyncio.run(reach(url))
-        else:
-            system = System(LocalConfig(model=config.model, port=0, device=config.device))
-            url = system.start()
-            figures["overhead"] = overhead(url, config)
-            print("time per output token, whole system against the bare decode loop in one process")
-            print(table(figures["overhead"]))
-        if config.load_s:
-            rates = [float(text) for text in config.rates.split(",")]
-            vocabulary = json.loads(Path(config.model, "config.json").read_text())["vocab_size"]
-            figures["load"] = [asyncio.run(open_loop(url, config, rate, vocabulary)) for rate in rates]
-            print(f"\nopen loop, {config.prompt_tokens} + {config.output_tokens} tokens")
-            print(table(figures["load"]))
+        with ExitStack() as opened:
+            url = config.url
+            if url:
+                asyncio.run(reach(url))
+            else:
+                system = opened.enter_context(System(LocalConfig(model=config.model, port=0, device=config.device)))
+                url = system.start()
+                figures["overhead"] = overhead(url, config)
+                print("time per output token, whole system against the bare decode loop in one process")
+                print(table(figures["overhead"]))
+                slow = any(row["ratio"] > row["limit"] for row in figures["overhead"])
+                if slow:
+                    system.keep_logs()
+            if config.load_s:
+                rates = [float(text) for text in config.rates.split(",")]
+                vocabulary = json.loads(Path(config.model, "config.json").read_text())["vocab_size"]
+                figures["load"] = [asyncio.run(open_loop(url, config, rate, vocabulary)) for rate in rates]
+                print(f"\nopen loop, {config.prompt_tokens} + {config.output_tokens} tokens")
+                print(table(figures["load"]))
     except (LaunchError, aiohttp.ClientError) as error:
         print(f"bench_serving: {error}", file=sys.stderr)
         return 2
-    finally:
-        if system is not None:
-            system.stop()
     if config.json:
         Path(config.json).write_text(json.dumps(figures, indent=1))
-    return int(any(row["ratio"] > row["limit"] for row in figures.get("overhead", [])))
+    return int(slow)
 
 
 if __name__ == "__main__":

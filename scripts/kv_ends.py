@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import math
 import os
+import re
 import resource
 import signal
 import socket
@@ -17,8 +19,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import zmq
@@ -28,7 +31,8 @@ from kvtransfer.arena import Arena
 from kvtransfer.layout import KVLayout
 from kvtransfer.pages import PagePool, SeqKV
 from kvtransfer.receiver import Arrived, Broken, Receiver
-from kvtransfer.transports import BulkOptions, Freed, Key, open_transport
+from kvtransfer.transports import BulkOptions, Freed, Key, Transport, open_transport
+from kvtransfer.transports.frame import PATHS
 from kvtransfer.transports.memory import Bytes
 from kvtransfer.transports.seal import new_secret
 from model.cache import kv_layout
@@ -43,6 +47,12 @@ from wire.sockets import Inbox, Outbox, open_context
 
 NUM_SLOTS = 10
 ADMIT_S = 10.0  # for a source to say who it is
+MAX_ORDER_BYTES = 1 << 20
+MOST_THREADS = 256  # of --busy, and streams of a floor
+
+
+class BadOrder(ValueError):
+    """What a source asks for is no order, or cannot be done here."""
 
 
 def flash_layout() -> KVLayout:
@@ -103,8 +113,19 @@ def host_pages(arena: Arena) -> Bytes:
     return pages
 
 
+def is_device(text: str) -> bool:
+    """Whether an arena can be there, on a host that has it."""
+    return re.fullmatch(r"cpu|cuda(:\d{1,3})?", text) is not None
+
+
+def is_here(device: str) -> bool:
+    """Whether torch finds it on this host."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return device == "cpu" or int(device.partition(":")[2] or 0) < count
+
+
 class Target:
-    """The decode side. `serve` runs until the source hangs up."""
+    """The decode side. `serve` runs until the source hangs up, or asks for what makes no sense: BadOrder."""
 
     def __init__(self, layout: KVLayout, host: str, advertise: str, cluster_key: str, insecure: bool) -> None:
         self._layout, self._host, self._advertise, self._sealed = layout, host, advertise, bool(cluster_key)
@@ -117,50 +138,86 @@ class Target:
         self._held: dict[Key, tuple[SeqKV, str]] = {}
 
     def serve(self, connection: socket.socket) -> None:
-        lines = connection.makefile("r")
-        order = json.loads(lines.readline())
-        arena = self._arena = Arena(self._layout, order["pages"] + 1, NUM_SLOTS, order["device"])
-        backend.choose(arena.pages.device)
-        arena.pages.zero_()
-        self._host_pages = host_pages(arena)
-        self._pool = PagePool(order["pages"] + 1, NUM_SLOTS)
-        open_it = open_transport if order["digest"] else UndigestedTransport
-        with no_interrupts():
-            transport = open_it(arena, self._host, self._advertise, BulkOptions(*order["options"]), self._password)
-        new = new_secret if order["sealed"] or self._sealed else bytes
-        self._receiver = Receiver(arena, transport, order["timeout_s"], new)
-        reply = {"inbox": self._inbox.address, "bulk": transport.address()}
-        poller = zmq.Poller()
-        for source in (self._inbox.socket, connection.fileno(), transport.fileno()):
-            poller.register(source, zmq.POLLIN)
-        with connection, busy_python(order["busy"]), contextlib.suppress(ConnectionError):  # of a source that was stopped
+        lines = connection.makefile("r", encoding="utf-8")
+        with connection, contextlib.ExitStack() as opened, contextlib.suppress(ConnectionError):  # of a source that was stopped
+            opened.callback(self._close)
+            order = _read(lines)
+            if order is None:
+                return
+            transport = opened.enter_context(contextlib.closing(self._open(order)))
+            opened.enter_context(busy_python(_field(order, "busy", int, 0, MOST_THREADS)))
+            reply = {"inbox": self._inbox.address, "bulk": transport.address()}
             connection.sendall(json.dumps(reply).encode() + b"\n")
+            poller = zmq.Poller()
+            for source in (self._inbox.socket, connection.fileno(), transport.fileno()):
+                poller.register(source, zmq.POLLIN)
             while True:
                 ready = dict(poller.poll(50))
                 if connection.fileno() in ready:
-                    line = lines.readline()
-                    if not line:
-                        break
-                    self._obey(json.loads(line), connection)
+                    order = _read(lines)
+                    if order is None:
+                        return
+                    self._obey(order, connection)
                 self._hand_off()
-        transport.close()
+
+    def _open(self, order: dict[str, Any]) -> Transport:
+        """Makes the arena that a source asks for. Raises BadOrder."""
+        pages, device = _field(order, "pages", int, 1), _field(order, "device", str)
+        if not (is_device(device) and is_here(device)):
+            raise BadOrder(f"torch finds no {device!r} here")
+        if pages * self._layout.page_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise BadOrder(f"{pages} pages are more than this host's memory")
+        options = _options(_field(order, "options", list))
+        open_it = open_transport if _field(order, "digest", bool) else UndigestedTransport
+        timeout_s, sealed = _field(order, "timeout_s", float, 0), _field(order, "sealed", bool)
+        try:
+            arena = self._arena = Arena(self._layout, pages + 1, NUM_SLOTS, device)
+            backend.choose(arena.pages.device)
+            arena.pages.zero_()
+            with no_interrupts():
+                transport = open_it(arena, self._host, self._advertise, options, self._password)
+        except (OSError, RuntimeError) as error:
+            raise BadOrder(f"{pages} pages on {device}: {error}") from error
+        self._host_pages = host_pages(arena)
+        self._pool = PagePool(pages + 1, NUM_SLOTS)
+        self._receiver = Receiver(arena, transport, timeout_s, new_secret if sealed or self._sealed else bytes)
+        return transport
+
+    def _close(self) -> None:
         for peer in self._peers.values():
             peer.close()
-        self._held.clear()
-        self._waiting.clear()
+        self._inbox.close()
+        self._outbox.close()
+        self._context.destroy(linger=0)
 
     def _obey(self, order: dict[str, Any], connection: socket.socket) -> None:
-        if order["do"] == "cpu":
-            connection.sendall(json.dumps({"cpu_s": cpu_seconds()}).encode() + b"\n")
-        elif order["do"] == "peer":
-            connection.sendall(json.dumps(self._open_peer(order["name"])).encode() + b"\n")
-        elif order["do"] == "turn":
-            self._peers[order["name"]].turn(order["begins"])
-            connection.sendall(b"{}\n")
-        else:
-            with socket.create_server((self._host, 0), backlog=64) as listener:
-                connection.sendall(json.dumps({"port": listener.getsockname()[1]}).encode() + b"\n")
-                receive(listener, self._host_pages, order["order"], order["streams"], order["packed"])
+        """Raises BadOrder."""
+        match _field(order, "do", str):
+            case "cpu":
+                reply: dict[str, Any] = {"cpu_s": cpu_seconds()}
+            case "peer":
+                reply = self._open_peer(_field(order, "name", str))
+            case "turn":
+                peer = self._peers.get(_field(order, "name", str))
+                if peer is None:
+                    raise BadOrder(f"{order['name']!r} is no peer that was opened")
+                peer.turn(_field(order, "begins", bool))
+                reply = {}
+            case "floor":
+                self._receive_floor(order, connection)
+                return
+            case what:
+                raise BadOrder(f"{what!r} is nothing that can be done")
+        connection.sendall(json.dumps(reply).encode() + b"\n")
+
+    def _receive_floor(self, order: dict[str, Any], connection: socket.socket) -> None:
+        pages, num_pages = _field(order, "order", list), len(self._host_pages)
+        if not all(type(page) is int and 0 <= page < num_pages for page in pages):
+            raise BadOrder(f"order has what is no page of {num_pages}")
+        streams, packed = _field(order, "streams", int, 1, MOST_THREADS), _field(order, "packed", bool)
+        with socket.create_server((self._host, 0), backlog=64) as listener:
+            connection.sendall(json.dumps({"port": listener.getsockname()[1]}).encode() + b"\n")
+            receive(listener, self._host_pages, pages, streams, packed)
 
     def _open_peer(self, name: str) -> dict[str, Any]:
         try:
@@ -203,6 +260,47 @@ class Target:
             self._outbox.send(offer.prefill_inbox, self._receiver.open(key, room.slot, room.pages))
 
 
+def _read(lines: TextIO) -> dict[str, Any] | None:
+    """The next order; None when the source has hung up. Raises BadOrder."""
+    try:
+        line = lines.readline(MAX_ORDER_BYTES)
+        order = json.loads(line) if line else None
+    except (ValueError, RecursionError) as error:
+        raise BadOrder(f"that is no line of JSON: {error}") from error
+    if line and not isinstance(order, dict):
+        raise BadOrder(f"{_short(order)} is no order")
+    return order
+
+
+def _field(order: dict[str, Any], name: str, kind: type, least: float = -math.inf, most: float = math.inf) -> Any:
+    """Raises BadOrder for one that is not there, of another kind, or, of numbers, out of bounds."""
+    value = order.get(name)
+    right = type(value) is kind or (kind is float and type(value) is int)
+    if not right or (kind in (int, float) and not least <= value <= most):  # type: ignore[operator]
+        raise BadOrder(f"{name} is {_short(value)}")
+    return value
+
+
+def _options(values: list[Any]) -> BulkOptions:
+    """Raises BadOrder."""
+    try:
+        options = BulkOptions(*values)
+    except TypeError as error:
+        raise BadOrder(f"options are {_short(values)}") from error
+    given = asdict(options)
+    if _field(given, "path", str) not in ("auto", *PATHS):
+        raise BadOrder(f"{_short(options.path)} is no path")
+    _field(given, "lanes", int, 1, MOST_THREADS)
+    _field(given, "floor_gb_per_s", float, 0)
+    _field(given, "stall_s", float, 0)
+    return options
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."
+
+
 def prove(cluster_key: str, challenge: str) -> str:
     """What shows that one has the cluster's key, without telling it; of a challenge that is used once."""
     secret = ClusterKey.read(cluster_key).secret if cluster_key else b""
@@ -232,7 +330,10 @@ def serve(layout: KVLayout, host: str, port: int, advertise: str, cluster_key: s
         while True:
             connection, _ = listener.accept()
             if admit(connection, cluster_key):
-                Target(layout, host, advertise, cluster_key, insecure).serve(connection)
+                try:
+                    Target(layout, host, advertise, cluster_key, insecure).serve(connection)
+                except BadOrder as error:
+                    print(f"dropped a source: {error}", flush=True)
             else:
                 print(f"refused a source {refusal}", flush=True)
                 connection.close()

@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ class LocalConfig:
     router_args: str = option("", help="further flags for the router, in one string, with =: --router-args='--timeline'")
     prefill_args: str = option("", help="further flags for every prefill worker, in one string, with =")
     decode_args: str = option("", help="further flags for every decode worker, in one string, with =")
-    log_dir: str = option("", help="folder for the processes' logs; empty: a new temporary one")
+    log_dir: str = option("", help="folder for the processes' logs; empty: a temporary one, kept after a failure")
     timeout_s: float = option(900.0, help="give up when nothing was served after this long; a GPU compiles its kernels first")
 
     def __post_init__(self) -> None:
@@ -103,7 +104,10 @@ class Child:
 
 
 class System:
-    """All children. Started in order, watched, and stopped together."""
+    """All children. Started in order, watched, and stopped together, at the latest when a ``with`` of it ends.
+
+    Logs for which no folder was named are removed then, unless it ends with an exception, or `keep_logs` was called.
+    """
 
     def __init__(self, config: LocalConfig) -> None:
         """Makes the folder of the logs, last: what cannot start leaves none. Raises LaunchError."""
@@ -112,9 +116,18 @@ class System:
         if not Path(self._model, "config.json").is_file():
             raise LaunchError(f"--model {config.model}: no config.json there; give a checkpoint folder in the released format")
         self._gpus = visible_gpus() if config.device == "cuda" else []
-        self.log_dir = _make_log_dir(config.log_dir)
+        self.log_dir, self._keeps_logs = _make_log_dir(config.log_dir), bool(config.log_dir)
         self.children: list[Child] = []
         self.deadline_s = time.monotonic() + config.timeout_s
+
+    def __enter__(self) -> System:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stop()
+        if kind is not None:
+            self.keep_logs()
+        self.remove_logs()
 
     def start(self) -> str:
         """Starts everything; returns the URL once a probe has been served. Raises LaunchError."""
@@ -149,6 +162,16 @@ class System:
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
+
+    def keep_logs(self) -> None:
+        """They may tell what went wrong; says where they are."""
+        self._keeps_logs = True
+        print(f"logs are in {self.log_dir}", file=sys.stderr, flush=True)
+
+    def remove_logs(self) -> None:
+        """Of what is stopped, unless they are kept."""
+        if not self._keeps_logs:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
 
     def _router_flags(self) -> list[str]:
         flags = ["--model", self._model, "--host", self.config.host, "--port", str(self.config.port)]
@@ -238,21 +261,25 @@ def main() -> int:
     for each in (signal.SIGTERM, signal.SIGINT):  # a shell starts what is in the background with SIGINT ignored
         signal.signal(each, _stop_requested)
     system: System | None = None
+    served = failed = False
     try:
         system = System(config)
         print(f"launch_local: logs are in {system.log_dir}", file=sys.stderr, flush=True)
         print(f"ready {system.start()}", flush=True)
+        served = True
         system.watch()
     except LaunchError as error:
         print(f"launch_local: {error}", file=sys.stderr)
-        return 1
+        failed = True
     except KeyboardInterrupt:
-        return 0
+        pass
     finally:
         _ignore_signals()
         if system is not None:
             system.stop()
-    return 0
+    if system is not None and served and not failed:  # who stops what does not come up may want to know why
+        system.remove_logs()
+    return int(failed)
 
 
 if __name__ == "__main__":

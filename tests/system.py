@@ -45,11 +45,9 @@ def running(model: str = TINY, *, prefill: int = 1, decode: int = 1, **arguments
         for pool in ("prefill_args", "decode_args"):
             arguments[pool] = f"--num-pages 1024 {arguments.get(pool, '')}"
     arguments["router_args"] = f"--dead-after-s {PATIENCE_S} {arguments.get('router_args', '')}"
-    system = System(LocalConfig(model, port=0, prefill=prefill, decode=decode, device=DEVICE, timeout_s=timeout_s, **arguments))
-    try:
+    config = LocalConfig(model, port=0, prefill=prefill, decode=decode, device=DEVICE, timeout_s=timeout_s, **arguments)
+    with System(config) as system:
         yield Server(system.start(), system)
-    finally:
-        system.stop()
 
 
 @dataclass

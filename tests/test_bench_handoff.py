@@ -121,7 +121,9 @@ def test_between_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     short = ["--prompts", "300", "--repeats", "2", "--output-tokens", "4", "--chunk-tokens", "128"]
     short += ["--router-args", "--dead-after-s 60"]  # a retry has no timeline, and other tests may keep the workers waiting
     monkeypatch.setattr(sys, "argv", ["bench_handoff", *short, "--transport", "shm,zeromq", "--json", str(path)])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main() == 0
+    assert not list(tmp_path.glob("pdserve-*")), "logs of what went well"
     figures = json.loads(path.read_text())
     assert [row["transport"] for row in figures["starts"]] == ["shm", "zeromq"]
     for row in figures["starts"]:

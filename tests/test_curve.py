@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -60,6 +62,20 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     return True
 
 
+def stranger(who: str, contexts: Callable[[str], zmq.Context[Any]], key_file: str, folder: Path) -> zmq.Context[Any]:
+    """Somebody's context who has no key, or not this cluster's."""
+    context = contexts("")
+    if who == "another key":
+        ClusterKey.generate().write(str(folder / "other.key"))
+        context = contexts(str(folder / "other.key"))
+    elif who == "knows the public half":
+        own = ClusterKey.generate()
+        context.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+        context.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+        context.setsockopt(zmq.CURVE_SERVERKEY, ClusterKey.read(key_file).public)
+    return context
+
+
 def test_members_talk(contexts: Callable[[str], zmq.Context[Any]], key_file: str) -> None:
     inbox, outbox = Inbox(contexts(key_file)), Outbox(contexts(key_file))
     outbox.send(inbox.address, Abort(1, 2))
@@ -75,21 +91,66 @@ def test_members_talk(contexts: Callable[[str], zmq.Context[Any]], key_file: str
 def test_who_is_no_member_is_refused_and_counted_and_members_still_talk(
     contexts: Callable[[str], zmq.Context[Any]], key_file: str, tmp_path: Path, who: str
 ) -> None:
-    inbox, stranger = Inbox(contexts(key_file)), contexts("")
-    if who == "another key":
-        ClusterKey.generate().write(str(tmp_path / "other.key"))
-        stranger = contexts(str(tmp_path / "other.key"))
-    elif who == "knows the public half":
-        own = ClusterKey.generate()
-        stranger.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
-        stranger.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
-        stranger.setsockopt(zmq.CURVE_SERVERKEY, ClusterKey.read(key_file).public)
-    outsider = Outbox(stranger)
+    inbox, outsider = Inbox(contexts(key_file)), Outbox(stranger(who, contexts, key_file, tmp_path))
     outsider.send(inbox.address, Abort(6, 6))
     assert until(lambda: inbox.refused_peers > 0)
     member = Outbox(contexts(key_file))
     member.send(inbox.address, Abort(1, 2))
     assert received(inbox) == [Abort(1, 2)]
+    outsider.close()
+    member.close()
+
+
+@pytest.mark.parametrize("who", ["no key", "another key", "knows the public half"])
+def test_who_is_turned_away_is_named_in_a_line_now_and_then(
+    contexts: Callable[[str], zmq.Context[Any]],
+    key_file: str,
+    tmp_path: Path,
+    who: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By an inbox to which nobody else says anything, as a router's when all its workers have another key."""
+    monkeypatch.setattr("wire.curve.WARN_AFTER_S", 0.2)
+    monkeypatch.setattr("wire.sockets.LOOK_S", 0.05)
+    inbox, outsider = Inbox(contexts(key_file)), Outbox(stranger(who, contexts, key_file, tmp_path))
+    member = Outbox(contexts(key_file))
+
+    async def lines(count: int) -> list[str]:
+        end_s = time.monotonic() + 30
+        while len(caplog.messages) < count and time.monotonic() < end_s:
+            await asyncio.sleep(0.01)
+        return caplog.messages
+
+    async def run() -> None:
+        got: list[Any] = []
+        inbox.attach(asyncio.get_running_loop(), got.append)
+        member.send(inbox.address, Abort(1, 2))
+        while not got:
+            await asyncio.sleep(0.01)
+        outsider.send(inbox.address, Abort(6, 6))
+        [line] = await lines(1)
+        told = r"connections turned away at (\S+): (\d+)(.*)\. They do not show this cluster's key: do all processes .*"
+        where, count, hosts = re.fullmatch(told, line).groups()  # type: ignore[union-attr]
+        assert (where, hosts) == (inbox.address, ", some from 127.0.0.1" if who == "knows the public half" else "")
+        assert 0 < int(count) <= inbox.refused_peers
+        before = inbox.refused_peers
+        while inbox.refused_peers == before:
+            outsider.forget(inbox.address)
+            outsider.send(inbox.address, Abort(6, 6))
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)  # longer than the first line waited
+        assert len(caplog.messages) == 1
+        assert inbox._refused is not None
+        inbox._refused._warn_at_s = 0.0  # a minute later
+        _, line = await lines(2)
+        where, more, again = re.fullmatch(told, line).groups()  # type: ignore[union-attr]
+        assert (where, again) == (inbox.address, hosts) and 0 < int(more) <= inbox.refused_peers - int(count)
+        inbox.close()
+
+    with caplog.at_level(logging.WARNING, "wire"):
+        asyncio.run(run())
+    assert len(caplog.messages) == 2
     outsider.close()
     member.close()
 

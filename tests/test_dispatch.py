@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -302,7 +302,7 @@ def test_a_failure_is_retried_elsewhere_and_only_so_often(cause: str) -> None:
     assert [message.attempt for _, message in bench.prefills()] == [0, 1, 2]
     assert len({address for address, _ in bench.prefills()}) == 3  # an internal failure was decode's: prefill goes round
     assert len({message.decode_inbox for _, message in bench.prefills()}) == 3
-    assert heard.error is not None and heard.error.status == 500 and f"it was {cause}" in heard.error.message
+    assert heard.error is not None and heard.error.status == 500 and "after 3 attempts: " in heard.error.message
     assert bench.is_empty()
 
 
@@ -378,7 +378,7 @@ def test_a_prompt_that_never_came_to_prefill_is_sent_again() -> None:
     message = bench.prefills()[-1][1]
     assert (message.attempt, message.samples, unpack_ids(message.tokens)) == (1, (0, 1), [5, 6, 7])
     bench.reports(4)  # it counts as a failed try
-    assert heard.error is not None and heard.error.code == "try_lost" and "p0 and d0" in heard.error.message
+    assert heard.error is not None and heard.error.code == "try_lost" and "a message was lost" in heard.error.message
     assert bench.is_empty() and not bench.dispatcher._losses._watched
 
 
@@ -822,6 +822,70 @@ def test_refused_is_the_clients_fault_and_not_retryable_is_final() -> None:
     request, heard = bench.submit()
     bench.fail(request, 0, "internal", retryable=False)
     assert heard.error is not None and heard.error.status == 500 and len(bench.prefills()) == 2
+
+
+def transfer_fails(bench: Bench, request: Request) -> None:
+    reason = "the KV could not be sent to the decode worker at tcp://d0: link"
+    bench.dispatcher.handle(Failed(request.rid, 0, ALL_SAMPLES, "transfer", reason, True, "prefill"))
+
+
+def step_raises(bench: Bench, request: Request) -> None:
+    bench.dispatcher.handle(Failed(request.rid, 0, ALL_SAMPLES, "internal", "OSError: tcp://d0", True, "decode"))
+
+
+def tokens_are_lost(bench: Bench, request: Request) -> None:
+    bench.rows(request, 0, [9], first=4)
+
+
+def all_of_it_is_lost(bench: Bench, request: Request) -> None:
+    bench.reports(4)
+
+
+def prefill_takes_nothing(bench: Bench, request: Request) -> None:
+    bench.outbox.full = {"tcp://p0"}
+    bench.fail(request, 0, "retracted")
+
+
+def decode_falls_silent(bench: Bench, request: Request) -> None:
+    bench.wait(3.5, silent=["d0"])
+
+
+@pytest.mark.parametrize(
+    ("happens", "code", "told", "logged"),
+    [
+        (transfer_fails, "worker_failed", "KV transfer failed", "at tcp://d0: link (says prefill; p0 to d0)"),
+        (step_raises, "worker_failed", "a worker failed", "OSError: tcp://d0 (says decode; p0 to d0)"),
+        (tokens_are_lost, "tokens_lost", "tokens were lost on the way", "tokens 0 to 4 of decode worker d0"),
+        (all_of_it_is_lost, "try_lost", "a message was lost on the way", "p0 and d0 know nothing of it"),
+        (prefill_takes_nothing, "worker_failed", "a worker failed", "tcp://p0 takes no messages (says prefill; p0 to d0)"),
+        (decode_falls_silent, "worker_lost", "a decode worker was lost", "decode worker d0 was silent for "),
+    ],
+)
+def test_the_client_is_told_what_failed_and_the_log_who(
+    happens: Callable[[Bench, Request], None], code: str, told: str, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(max_attempts=1, dead_after_s=3)
+    bench.pair()
+    request, heard = bench.submit()
+    happens(bench, request)
+    assert heard.error is not None and (heard.error.status, heard.error.code) == (500, code)
+    again = "Send it again; the server's log has the details under that number"
+    assert heard.error.message == f"request {request.rid} ended after 1 attempt: {told}. {again}"
+    [line] = [text for text in caplog.messages if text.startswith(f"request {request.rid} ended with status 500: ")]
+    assert logged in line
+
+
+@pytest.mark.parametrize(("wait_s", "status"), [(2.0, 503), (60.0, 504)])
+def test_a_request_that_ends_waiting_for_a_worker_names_none_either(
+    wait_s: float, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(recovery_wait_s=wait_s, request_timeout_s=8.0, dead_after_s=3)
+    bench.pair()
+    request, heard = bench.submit()
+    bench.wait(9, silent=["d0"])
+    assert heard.error is not None and heard.error.status == status
+    assert heard.error.message.endswith("(last failure: a decode worker was lost)")
+    assert f"request {request.rid} ended with status {status}: decode worker d0 was silent for " in caplog.text
 
 
 def test_a_silent_decode_worker_is_routed_around_in_mid_stream() -> None:

@@ -164,7 +164,7 @@ def check(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 @pytest.mark.parametrize(("path", "way"), [("zeromq", "marked"), ("zeromq", "last"), ("zeromq", "landed"), ("shm", "landed")])
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
 def test_a_flipped_byte_is_found_sent_once_more_and_never_answered(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str, way: str, stream: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, path: str, way: str, stream: bool
 ) -> None:
     """`last` runs with a cluster key: there it is the seal that finds it, and the sender that hears of it."""
     tamper, key = Tamper(0), ""
@@ -185,7 +185,7 @@ def test_a_flipped_byte_is_found_sent_once_more_and_never_answered(
             reply = await system.ask(stream=stream)
             assert reply.status == 500 and "token_ids" not in str(reply.body)
             found = "other bytes than were sealed" if way == "last" else "digest"
-            assert found in reply.body["error"]["message"]
+            assert "after 2 attempts: KV transfer failed" in reply.body["error"]["message"] and found in caplog.text
             assert [system.count(name) for name in ("retries", "requests_failed")] == [2, 1]
             assert system.count("failures_corrupt") >= 3  # a probe's may be among them
 
@@ -196,7 +196,7 @@ def test_a_flipped_byte_is_found_sent_once_more_and_never_answered(
     check(test)
 
 
-def test_a_link_that_stood_still_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_stood_still_serves_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """For 2 s, which a request outlives, and for 60 s, which it does not. The first request behind it is answered within ten
     seconds, and nobody restarts anything."""
 
@@ -216,7 +216,8 @@ def test_a_link_that_stood_still_serves_again(monkeypatch: pytest.MonkeyPatch) -
                 assert time.monotonic() - healed_s < HEALED_S
                 reply = await waiting
                 if stalled_s == 60:
-                    assert reply.status == 500 and "took nothing for" in reply.body["error"]["message"]
+                    assert reply.status == 500 and "KV transfer failed" in reply.body["error"]["message"]
+                    assert "took nothing for" in caplog.text
                 else:
                     assert reply.status == 200 and reply.ids() == expected_text(PROMPT, 12, stop=())
                     assert system.count("retries") == 0

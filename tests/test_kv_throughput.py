@@ -29,8 +29,8 @@ from kvtransfer.spans import KINDS, NBYTES, Spans, num_bytes
 from kvtransfer.transports import Landed, Wrote
 from kvtransfer.transports.bulk import BulkTransport
 from kvtransfer.transports.cuda import Ground
-from scripts.bench_kvtransfer import HEADER, BenchConfig, PeerRow, Row, Source, _target, digest_cost, header, line, main, run
-from scripts.kv_ends import flash_layout
+from scripts.bench_kvtransfer import HEADER, BenchConfig, PeerRow, Row, Source, _target, header, line, main, run
+from scripts.kv_ends import BadOrder, Target, flash_layout, prove
 from scripts.kv_floors import mover
 from scripts.kv_undigested import UndigestedTransport
 from tests.ports import closed_port
@@ -55,9 +55,15 @@ def test_throughput(path: str, capsys: pytest.CaptureFixture[str]) -> None:
         print("", HEADER, *map(line, rows), sep="\n")
 
 
-def test_what_the_digest_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    digest_cost(BenchConfig(contexts="1024", requests="2", lanes="1", paths="shm", repeats=1, digest_cost=True))
-    (row,) = [row.split() for row in capsys.readouterr().out.splitlines()[1:]]
+def test_what_the_digest_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    case = ["--contexts=1024", "--requests=2", "--lanes=1", "--paths=shm", "--repeats=1"]
+    monkeypatch.setattr(sys, "argv", ["bench_kvtransfer", "--digest-cost", *case, f"--json={tmp_path}/rows.json"])
+    main()
+    (row,) = [row.split() for row in capsys.readouterr().out.splitlines()[2:]]
+    (written,) = json.loads((tmp_path / "rows.json").read_text())
+    assert [*written.items()][:4] == [("path", "shm"), ("lanes", 1), ("context", 1024), ("requests", 2)]
+    assert (f"{written['gb_per_s']:.2f},", f"{written['bare_gb_per_s']:.2f}") == (row[3], row[4])
+    assert f"{written['cpu_s_per_gb'] - written['bare_cpu_s_per_gb']:.3f}" == row[6]
     digested, bare = float(row[3].rstrip(",")), float(row[4])
     assert row[:3] == ["shm", "1024", "2"] and min(digested, bare) > 0
     rounding = 0.01 / bare * (1 + digested / bare)  # two digits say little of what a busy machine reaches
@@ -277,6 +283,14 @@ def test_ctrl_c_is_quiet_at_both_sides_and_the_decode_side_outlives_the_others()
             stray.sendall(b"x" * 64)
             said = server.stdout.readline()
             assert said.startswith("refused a source that is no prefill side of this benchmark, or has a --cluster-key, which")
+        for orders in ((b"junk\n",), (json.dumps(START).encode() + b"\n", b"{}\n")):
+            with socket.create_connection((host, int(port))) as admitted:
+                challenge = admitted.recv(100).decode().strip()
+                admitted.sendall(prove("", challenge).encode())
+                for order in orders:
+                    admitted.sendall(order)
+                    admitted.recv(1000)  # an answer, or the end
+            assert server.stdout.readline().startswith("dropped a source: ")
         with own_group(*LONG, "--connect", where) as bench:
             assert bench.stdout is not None and [bench.stdout.readline() for _ in range(2)]
             time.sleep(3.0)
@@ -284,6 +298,63 @@ def test_ctrl_c_is_quiet_at_both_sides_and_the_decode_side_outlives_the_others()
         (row,) = run(BenchConfig(**CASE | {"requests": "1"}, connect=where), show=False)
         assert row.gb_per_s > 0
         interrupt(server)
+
+
+START = {"pages": 1, "device": "cpu", "options": ["shm", 1], "digest": True, "timeout_s": 1, "sealed": False, "busy": 0}
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        (b"junk", "that is no line of JSON: Expecting value"),
+        (b"\xff", "that is no line of JSON: 'utf-8'"),
+        (b"[" * 30_000, "that is no line of JSON: maximum recursion"),
+        (b"[" + b"1," * 15_000 + b"1]", "that is no line of JSON"),
+        (b"[1]", r"\[1\] is no order"),
+        (b"{}", "pages is None"),
+        ({"pages": "1"}, "pages is '1'"),
+        ({"pages": True}, "pages is True"),
+        ({"pages": 0}, "pages is 0"),
+        ({"pages": 10**15}, "more than this host's memory"),
+        ({"device": "foo"}, "torch finds no 'foo' here"),
+        ({"device": "cuda:99"}, "torch finds no 'cuda:99' here"),
+        ({"options": ["shm", 1, 0, 10, 5]}, "options are"),
+        ({"options": ["carrier pigeon"]}, "'carrier pigeon' is no path"),
+        ({"options": ["shm", 0]}, "lanes is 0"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan"),
+        ({"digest": 1}, "digest is 1"),
+        ({"busy": -1}, "busy is -1"),
+    ],
+)
+def test_an_order_that_makes_no_sense_is_refused(
+    line: bytes | dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.kv_ends.MAX_ORDER_BYTES", 30_000)
+    here, there = socket.socketpair()
+    sent = (json.dumps(START | line).encode() if isinstance(line, dict) else line) + b"\n"
+    there.sendall(sent)
+    with there, pytest.raises(BadOrder, match=word):
+        Target(flash_layout(), "127.0.0.1", "", "", False).serve(here)
+
+
+@pytest.mark.parametrize(
+    ("order", "word"),
+    [
+        ({}, "do is None"),
+        ({"do": "what"}, "'what' is nothing that can be done"),
+        ({"do": "turn", "name": "nixl", "begins": True}, "'nixl' is no peer that was opened"),
+        ({"do": "peer", "name": 1}, "name is 1"),
+        ({"do": "floor", "order": [0, 3], "streams": 1, "packed": False}, "order has what is no page of 3"),
+        ({"do": "floor", "order": [0], "streams": 0, "packed": False}, "streams is 0"),
+        ({"do": "floor", "order": [0], "streams": 1}, "packed is None"),
+    ],
+)
+def test_nor_does_a_later_one(order: dict[str, Any], word: str) -> None:
+    target = Target(flash_layout(), "127.0.0.1", "", "", False)
+    target._host_pages = np.zeros((3, 8), dtype=np.uint8)
+    here, there = socket.socketpair()
+    with here, there, pytest.raises(BadOrder, match=word):
+        target._obey(order, here)
 
 
 def test_bbr_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,7 +392,9 @@ def test_what_was_not_measured_is_a_dash() -> None:
     ("options", "word"),
     [
         ({"arena": "cuda:0"}, "must name two devices"),
-        ({"arena": "cpu,cuda:0"}, "torch finds no GPU here"),
+        ({"arena": "cpu,cuda:0"}, "torch finds no cuda:0 here"),
+        ({"arena": "cpu,foo"}, "--arena foo: the devices are cpu, cuda, cuda:0"),
+        ({"arena": "cpu,cuda:x", "connect": "127.0.0.1:1"}, "--arena cuda:x: the devices are"),
         ({"digest_cost": True, "sealed": True}, "bulk that is not sealed"),
         ({"paths": "shm,foo"}, "--paths foo: the paths are zeromq, shm"),
         ({"paths": "zeromq,cuda_ipc"}, "between GPUs"),
@@ -343,10 +416,17 @@ def test_what_was_not_measured_is_a_dash() -> None:
         ({"peers": "nixl", "host": "10.0.0.1", "cluster_key": "file"}, "needs --insecure at both sides"),
         ({"inject": "dorp=0.1"}, "--inject dorp=0.1: 'dorp' is no fault; there are drop"),
         ({"inject": "drop=often"}, "--inject drop=often: could not convert"),
+        ({"inject": "drop=2"}, "--inject drop=2: drop is 2; a probability is between 0 and 1"),
+        ({"inject": "cut=nan"}, "cut is nan; a probability"),
+        ({"inject": "stall=-0.1"}, "stall is -0.1; a probability"),
+        ({"inject": "delay=0.1,seconds=-1"}, "seconds is -1; it must be 0 or more"),
+        ({"inject": "delay=0.1,seconds=inf"}, "seconds is inf"),
     ],
     ids=[
         "arena",
         "gpu",
+        "device",
+        "device there",
         "sealed",
         "path",
         "cuda_ipc",
@@ -365,6 +445,11 @@ def test_what_was_not_measured_is_a_dash() -> None:
         "peer open",
         "fault",
         "probability",
+        "above 1",
+        "nan",
+        "below 0",
+        "seconds",
+        "endless",
     ],
 )
 def test_what_the_benchmark_cannot_do_is_refused(options: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch) -> None:

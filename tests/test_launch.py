@@ -52,8 +52,8 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_ready_line_then_a_signal_stops_every_child(stop: signal.Signals) -> None:
-    process = launch()
+def test_ready_line_then_a_signal_stops_every_child(stop: signal.Signals, tmp_path: Path) -> None:
+    process = launch(TMPDIR=str(tmp_path))
     assert process.stdout is not None
     line = process.stdout.readline()
     assert re.fullmatch(r"ready http://127\.0\.0\.1:\d+\n", line), line
@@ -63,6 +63,34 @@ def test_ready_line_then_a_signal_stops_every_child(stop: signal.Signals) -> Non
     assert process.wait(PATIENCE_S) == 0
     assert process.stdout.read() == ""
     assert not [pid for pid in children if alive(pid)]
+    assert not list(tmp_path.glob("pdserve-*")), "logs of what went well"
+
+
+def test_a_signal_before_the_ready_line_keeps_the_logs(tmp_path: Path) -> None:
+    process = launch(TMPDIR=str(tmp_path))
+    assert process.stderr is not None
+    folder = Path(process.stderr.readline().partition("logs are in ")[2].strip())
+    process.terminate()
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0 and [folder] == list(tmp_path.glob("pdserve-*"))
+
+
+def test_a_system_that_ends_without_a_failure_leaves_no_logs_unless_a_folder_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with System(LocalConfig()) as system:
+        assert system.log_dir.is_dir()
+    assert not system.log_dir.exists() and capsys.readouterr().err == ""
+    with System(LocalConfig(log_dir=str(tmp_path / "named"))) as system:
+        pass
+    assert system.log_dir.is_dir()
+    with System(LocalConfig()) as system:
+        system.keep_logs()
+    assert system.log_dir.is_dir() and capsys.readouterr().err == f"logs are in {system.log_dir}\n"
+    with pytest.raises(LaunchError, match="broken"), System(LocalConfig()) as system:
+        raise LaunchError("broken")
+    assert system.log_dir.is_dir() and capsys.readouterr().err == f"logs are in {system.log_dir}\n"
 
 
 def test_a_second_signal_does_not_interrupt_what_the_first_one_stops() -> None:
@@ -148,15 +176,17 @@ def test_relative_paths_are_the_callers(tmp_path: Path) -> None:
     finally:
         process.terminate()
         process.communicate(timeout=PATIENCE_S)
+    assert (tmp_path / "logs/decode-0.log").exists()
 
 
-def test_a_child_that_dies_later_stops_the_rest() -> None:
-    process = launch()
+def test_a_child_that_dies_later_stops_the_rest(tmp_path: Path) -> None:
+    process = launch(TMPDIR=str(tmp_path))
     assert process.stdout is not None and process.stdout.readline().startswith("ready")
     children = children_of(process.pid)
     os.kill(children[1], signal.SIGKILL)
     _, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1 and "prefill-0 was killed by signal 9 (SIGKILL) (log: " in err, err
+    (folder,) = tmp_path.glob("pdserve-*")
+    assert process.returncode == 1 and f"prefill-0 was killed by signal 9 (SIGKILL) (log: {folder}/" in err, err
     assert not [pid for pid in children if alive(pid)]
 
 

@@ -47,6 +47,11 @@ def test_a_cluster_with_a_key_serves_and_refuses_strangers(path: str, tmp_path: 
         wait_for(
             lambda: any(count > before[worker] + most for worker, count in turned_away().items()), "that KV's port did too"
         )
+        ports = ((router, inboxes[0]), (others[1], bulk_port))
+        wait_for(
+            lambda: all(f"connections turned away at {port}: " in child.log.read_text() for child, port in ports),
+            "that the logs of router and decode worker say so",
+        )
         for each in strangers:
             each.close()
         context.destroy(linger=0)

@@ -12,15 +12,22 @@ import ipaddress
 import logging
 import os
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import zmq
 from zmq.utils import z85
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _SERVERS = {int(zmq.CURVE): zmq.CURVE_SERVER, int(zmq.PLAIN): zmq.PLAIN_SERVER}
+WARN_AFTER_S = 1.0
+WARN_EVERY_S = 60.0  # who is turned away goes on trying
+MOST_HOSTS = 8  # named in a warning
+_turned_away: WeakKeyDictionary[zmq.Context[Any], set[str]] = WeakKeyDictionary()  # hosts that are still to be named
 _log = logging.getLogger("wire")
 
 
@@ -113,7 +120,8 @@ def _open_gate(context: zmq.Context[Any], mechanism: bytes, credentials: list[by
     gate: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.REP)
     gate.setsockopt(zmq.LINGER, 0)
     gate.bind(ZAP_ADDRESS)
-    threading.Thread(target=_keep_gate, args=(gate, mechanism, credentials), name="gate", daemon=True).start()
+    hosts = _turned_away[context] = set()
+    threading.Thread(target=_keep_gate, args=(gate, mechanism, credentials, hosts), name="gate", daemon=True).start()
 
 
 def be_server(socket: zmq.Socket[bytes]) -> bool:
@@ -125,39 +133,72 @@ def be_server(socket: zmq.Socket[bytes]) -> bool:
 
 
 class RefusedPeers:
-    """Counts the connections to a listening socket that were turned away at their greeting."""
+    """Counts the connections to a listening socket that were turned away at their greeting, and warns of them.
+
+    The warning names the hosts of those that got as far as a wrong password; of others libzmq tells nobody where they are.
+    """
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes]) -> None:
         address = f"inproc://refused-{id(socket):x}"
         failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         socket.monitor(address, failed)
         self._socket, self._count = socket, 0
+        self._hosts = _turned_away[context]
+        self._unsaid, self._warn_at_s = 0, 0.0
         self.events: zmq.Socket[bytes] = context.socket(zmq.PAIR)  # readable when there is something to count
         self.events.setsockopt(zmq.LINGER, 0)
         self.events.setsockopt(zmq.RCVHWM, 0)  # without a limit: a full pipe would hold up libzmq's own thread
         self.events.connect(address)
 
+    @property
+    def unsaid(self) -> bool:
+        """Whether a warning is due soon, so that `count` has to be called though nothing else happens."""
+        return self._unsaid > 0
+
     def count(self) -> int:
-        try:
+        before = self._count
+        with suppress(zmq.Again):
             while True:
                 self.events.recv_multipart(zmq.NOBLOCK)
                 self._count += 1
-        except zmq.Again:
-            return self._count
+        if self._unsaid or self._count > before:
+            self._tell(self._count - before, time.monotonic())
+        return self._count
 
     def close(self) -> None:
         self._socket.disable_monitor()
         self.events.close()
 
+    def _tell(self, more: int, now_s: float) -> None:
+        """A line at most each `WARN_EVERY_S`. The first waits a little: who is turned away tries again at once."""
+        if not self._unsaid:
+            self._warn_at_s = max(self._warn_at_s, now_s + WARN_AFTER_S)
+        self._unsaid += more
+        if now_s < self._warn_at_s:
+            return
+        hosts = sorted(self._hosts.copy())
+        _log.warning(
+            "connections turned away at %s: %d%s. They do not show this cluster's key: "
+            "do all processes have the same --cluster-key?",
+            bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode(),
+            self._unsaid,
+            f", some from {', '.join(hosts)}" if hosts else "",
+        )
+        self._hosts.clear()
+        self._unsaid, self._warn_at_s = 0, now_s + WARN_EVERY_S
 
-def _keep_gate(gate: zmq.Socket[bytes], known_mechanism: bytes, member: list[bytes]) -> None:
-    """Answers libzmq's question about each peer (ZAP, rfc.zeromq.org/spec/27) until the context ends."""
+
+def _keep_gate(gate: zmq.Socket[bytes], known_mechanism: bytes, member: list[bytes], hosts: set[str]) -> None:
+    """Answers libzmq's question about each peer (ZAP, rfc.zeromq.org/spec/27) until the context ends. hosts: of those who are
+    turned away."""
     try:
         while True:
-            version, sequence, _, _, _, mechanism, *credentials = gate.recv_multipart()
+            version, sequence, _, host, _, mechanism, *credentials = gate.recv_multipart()
             same = len(credentials) == len(member) and all(map(hmac.compare_digest, credentials, member))
             known = mechanism == known_mechanism and same
             answer = [b"200", b"OK", b"member", b""] if known else [b"400", b"not a member of this cluster", b"", b""]
+            if not known and len(hosts) < MOST_HOSTS:
+                hosts.add(host.decode())
             gate.send_multipart([version, sequence, *answer])
     except zmq.ZMQError:  # the context is ending
         gate.close()

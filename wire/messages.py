@@ -199,7 +199,8 @@ class Failed:
 
     ``cause`` is one word for metrics and policy: "retracted" (out of pages; resubmit, not counted as a failure),
     "transfer" (hand-off broken), "corrupt" (the same, by bytes that are not what was sent: retried once), "timeout",
-    "refused" (can never work: the reason goes to the client as a 400), "internal".
+    "refused" (can never work: a 400), "internal". The reason goes to the client when it is not retryable, so it names no worker
+    then; otherwise to the router's log.
     """
 
     rid: int

@@ -26,6 +26,7 @@ CONNECT_MS = 2000  # without an answer, then it is tried afresh: TCP waits twice
 UNACKNOWLEDGED_MS = 4000  # then a connection is made again, likewise: after a minute of silence TCP sits out most of another
 CONNECT_AGAIN_S = 10.0  # of no room in a peer's queue: libzmq has given up one that turned us away, and says it in no other way
 MAX_PEERS = 2048  # connections an outbox holds: peers come and go under new addresses, and nobody says that one is gone
+LOOK_S = 1.0  # at who was turned away: a warning may be due though no member says anything
 MAX_SOCKETS = 2 * MAX_PEERS + 64  # of a process: an outbox, a transport's lanes, the rest; libzmq's own limit is 1023
 
 
@@ -110,6 +111,11 @@ class Inbox:
     def attach(self, loop: asyncio.AbstractEventLoop, handle: Callable[[Any], None]) -> None:
         """Calls `handle` for every message from now on, on `loop`, without a task per message."""
 
+        def look() -> None:
+            if self._refused is not None and not self.socket.closed:
+                self._refused.count()
+                loop.call_later(LOOK_S, look)
+
         def readable() -> None:
             # The descriptor is edge-triggered: go on until it is empty, but let other callbacks in between.
             if self.socket.closed:
@@ -124,6 +130,7 @@ class Inbox:
         descriptor = self.socket.fileno()
         loop.add_reader(descriptor, readable)
         loop.call_soon(readable)
+        look()
         self._detach = lambda: loop.remove_reader(descriptor)
 
     def close(self) -> None:

@@ -118,7 +118,7 @@ class Engine:
         self._obey()
         if self._port in ready:
             self._inbound.receive(self._port, self._obey)
-        if self._refused is not None and self._refused.events in ready:
+        if self._refused is not None and (self._refused.unsaid or self._refused.events in ready):
             self._counters.add("refused_peers", self._refused.count() - self._counters.read()["refused_peers"])
         self._inbound.settle(self._port, idle=not ready)
         self._inbound.tend(now_s)

@@ -5,6 +5,7 @@ Each fault is drawn per `write`, by its probability, from a seeded generator, so
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
@@ -15,6 +16,8 @@ from kvtransfer.digest import combine
 from kvtransfer.spans import Spans, num_bytes
 from kvtransfer.tombstones import Tombstones
 from kvtransfer.transports import Drained, Event, Key, Link, Lost, Transport, Wrote
+
+FAULTS = ("drop", "delay", "corrupt", "stall", "cut")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,13 @@ class Faults:
     cut: float = 0.0  # the connection breaks for good: Lost
     seconds: float = 0.1
     seed: float = 0
+
+    def __post_init__(self) -> None:
+        for name in FAULTS:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name):g}; a probability is between 0 and 1")
+        if not 0 <= self.seconds < math.inf:
+            raise ValueError(f"seconds is {self.seconds:g}; it must be 0 or more")
 
     @classmethod
     def parse(cls, text: str) -> Faults:
@@ -62,7 +72,7 @@ class FaultyTransport:
         self._corrupt: set[Key] = set()
         self._cut: set[Key] = set()  # their Drained is asked for, and will be said to be Lost
         self._lost = Tombstones()
-        self.injected = dict.fromkeys(("drop", "delay", "corrupt", "stall", "cut"), 0)
+        self.injected = dict.fromkeys(FAULTS, 0)
 
     def write(self, peer: str, key: Key, spans: Spans, seal: bytes = b"") -> None:
         if key in self._cut or key in self._lost:
