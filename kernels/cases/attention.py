@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import sparse_attention, sparse_attention_reference
-from kernels.cases.case import V4_FLASH, Case, Widths, invariant
+from kernels.cases.case import TINY, V4_FLASH, Case, Widths, invariant
 from kernels.indexer import Entries
 from kernels.ragged import Ragged
 from kernels.rows import KVRow, write_rows
@@ -204,6 +204,9 @@ def cases(widths: Widths) -> list[Case]:
             for b, n in ((1, 1), (3, 4), (2, 5), (33, 1)) if kind == "fp8" else ((3, 4),):
                 made = case(widths, f"{name} {kind} b={b} s_q={n}", Shape(b, n, rows, selected, kind, dtype))
                 found += [invariant(made)] if kind == "fp8" and n > 1 else [invariant(made), made]
+    if widths is TINY:
+        found.append(case(widths, "selected fp8 b=64 s_q=1", Shape(64, 1, widths.index_topk, True)))
+        found.append(case(widths, "all fp8 b=4 s_q=1, 2000 rows", Shape(4, 1, 2000, False)))
     if widths is not V4_FLASH:
         return found
     for name, rows, selected in (("selected", 512, True), ("all", 40, False)):

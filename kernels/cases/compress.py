@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cases.case import V4_FLASH, Case, Widths
+from kernels.cases.case import TINY, V4_FLASH, Case, Widths
 from kernels.cases.elementwise import fields, step
 from kernels.compress import CompressorWeights, compress, compress_reference
 from kernels.quant import Quantised, dequantise_fp4
@@ -76,7 +76,7 @@ def make(kind: Kind, tokens: int, chunk: int, closing: bool, device: torch.devic
         return torch.empty(*shape, dtype=torch.float32, device=device)
 
     projected, ring = empty(tokens, kind.columns), empty(sequences + 1, ring_rows, kind.columns)
-    ape, norm = empty(kind.ratio, kind.columns // 2), empty(kind.width)
+    ape, norm = empty(kind.ratio, kind.columns // 2), empty(kind.width).to(kind.dtype)  # as a checkpoint's is loaded
     windows = torch.zeros(sequences, dtype=torch.int64, device=device)
     rows = PAGE_TOKENS // kind.ratio
     if seed >= 0:
@@ -152,6 +152,8 @@ def cases(widths: Widths) -> list[Case]:
             found.append(case(f"{tokens} tokens, none closes", kind, tokens, 1, False))
             found.append(case(f"{tokens} tokens, all close", kind, tokens, 1, True))
         found.append(case("8 x 3 tokens", kind, 24, 3, True))
+        if widths is TINY:
+            found.append(case("2 x 50 tokens", kind, 100, 50, True))
         for tokens in (512, 4096) if widths is V4_FLASH else (300,):
             found.append(case(f"chunk of {tokens}", kind, tokens, tokens, True))
     return found

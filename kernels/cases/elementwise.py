@@ -172,29 +172,31 @@ def turn_cases(widths: Widths, tokens: int) -> list[Case]:
 
 def row_cases(widths: Widths, tokens: int) -> list[Case]:
     keys = IndexRow("fp8", widths.index_dim, rounded=True)
+    row = KVRow("fp8", widths.head_dim, widths.rope_dim, rounded=True)
     found = [
-        kv_case(widths, tokens, KVRow("fp8", widths.head_dim, widths.rope_dim, rounded=True), torch.bfloat16),
+        kv_case(widths, tokens, row, torch.bfloat16),
         query_case(widths, tokens, keys, torch.bfloat16),
         ring_case(widths, tokens),
     ]
-    if tokens == 1:  # the other formats
+    if tokens == 1:  # a prefill step's, which go into their ring later, and the other formats
+        found.append(kv_case(widths, tokens, row, torch.bfloat16, into_ring=False))
         for kind, dtype, rounded in (("bf16", torch.bfloat16, True), ("fp32", torch.float32, False)):
             found.append(kv_case(widths, tokens, KVRow(kind, widths.head_dim, widths.rope_dim, rounded), dtype))
             found.append(query_case(widths, tokens, IndexRow(kind, widths.index_dim, rounded), dtype))
     return found
 
 
-def kv_case(widths: Widths, tokens: int, row: KVRow, dtype: torch.dtype) -> Case:
+def kv_case(widths: Widths, tokens: int, row: KVRow, dtype: torch.dtype, into_ring: bool = True) -> Case:
     def stored(i: Inputs) -> tuple[Tensor, ...]:
-        packed = kv_rows(i.x, i.weight, EPS, i.turn, row, i.batch, i.ring)
+        packed = kv_rows(i.x, i.weight, EPS, i.turn, row, i.batch, i.ring if into_ring else None)
         return *fields(packed, row), *fields(i.ring, row)
 
     def stored_reference(i: Inputs) -> tuple[Tensor, ...]:
-        packed = kv_rows_reference(i.x, i.weight, EPS, i.turn, row, i.batch, i.ring)
+        packed = kv_rows_reference(i.x, i.weight, EPS, i.turn, row, i.batch, i.ring if into_ring else None)
         return *fields(packed, row), *fields(i.ring, row)
 
     return case(
-        f"kv_rows {row.kind}, {tokens} tokens",
+        f"kv_rows {row.kind}, {tokens} tokens{'' if into_ring else ', no ring'}",
         (tokens, widths.head_dim),
         widths,
         stored,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import backend
-from kernels.cases.case import V4_FLASH, Case, Widths, invariant
+from kernels.cases.case import TINY, V4_FLASH, Case, Widths, invariant
 from kernels.experts import ExpertWeights, experts, route, route_reference, swiglu, swiglu_reference
 from kernels.experts_weights import Stored, dequantised
 from kernels.quant import ACTIVATION_BLOCK, Quantised, simulate_fp8
@@ -33,6 +33,8 @@ def cases(widths: Widths) -> list[Case]:
         found += [_experts(widths, "fp4", tokens, FEW_EXPERTS), _experts(widths, "fp8", tokens, FEW_EXPERTS)]
     found.append(_experts(widths, "plain", 5, FEW_EXPERTS))
     found.append(invariant(_experts(widths, "fp8", 150, FEW_EXPERTS)))
+    if widths is TINY:
+        found += [_experts(widths, "fp4", tokens, FEW_EXPERTS) for tokens in (16, 24, 40, 56, 256, 512)]
     if widths is V4_FLASH:
         found += [_experts(widths, "fp4", tokens, widths.experts) for tokens in (1, 8, 64, 256, 1024, 4096)]
     return found

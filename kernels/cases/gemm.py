@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import backend
-from kernels.cases.case import V4_FLASH, Case, Widths
+from kernels.cases.case import TINY, V4_FLASH, Case, Widths
 from kernels.gemm import (
     GroupedWeight,
     LinearWeight,
@@ -30,15 +30,16 @@ FLOAT32_SUMS = 1e-5
 
 
 def cases(widths: Widths) -> list[Case]:
-    """A decode step of 1 and of 64 tokens, a batch between decode and prefill, and for V4-Flash a chunk of 4096 tokens."""
-    steps = (1, 64) if widths is V4_FLASH else (8,)
+    """A decode step of 1 and of 64 tokens, a batch between decode and prefill, and for V4-Flash a chunk of 4096 tokens. Of the
+    tiny model all that its steps and chunks launch (tests/test_speculation_kernels.py)."""
+    steps = {V4_FLASH: (1, 64), TINY: (8, 24, 40)}.get(widths, (8,))
     found = [_quantise(tokens, widths.hidden) for tokens in (1, 4096)]
     for name, outputs, width in _fp8_matrices(widths):
         found += [_fp8(name, tokens, outputs, width) for tokens in steps]
     for name, outputs, width in _plain_matrices(widths):
         found += [_plain(name, tokens, outputs, width) for tokens in steps]
     group_width = widths.heads * widths.head_dim // widths.o_groups
-    for tokens in (1, 64, 200):
+    for tokens in (1, 24, 64, 200) if widths is TINY else (1, 64, 200):
         found.append(_grouped("wo_a", tokens, widths.o_groups, widths.o_lora, group_width, True))
     found.append(_grouped("wo_a", 8, widths.o_groups, widths.o_lora, group_width, False))
     for tokens in (8, 32, 200):
@@ -46,6 +47,9 @@ def cases(widths: Widths) -> list[Case]:
     found += [_fp8("h_proj of the draft layer", rows, widths.hidden, widths.hidden) for rows in (4, 1280)]  # of each stream
     found.append(_plain("CSA compressor", 200, 4 * widths.head_dim, widths.hidden))
     found.append(_exact("float32 activations", 5, widths.o_lora, widths.q_lora))
+    if widths is TINY:
+        found += [_fp8(name, tokens, *shape) for name, *shape in _fp8_matrices(widths) for tokens in (100, 512)]
+        found += [_plain(name, 256, *shape) for name, *shape in _plain_matrices(widths)]
     if widths is V4_FLASH:
         found += [_fp8(name, 4096, outputs, width) for name, outputs, width in _fp8_matrices(widths)]
         found += [_grouped("wo_a", 4096, 8, 1024, 4096, True), _plain("CSA compressor", 4096, 2048, 4096)]

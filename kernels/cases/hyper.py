@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.cases.case import V4_FLASH, Case, Widths
+from kernels.cases.case import TINY, V4_FLASH, Case, Widths
 from kernels.embed import embed, embed_reference
 from kernels.hyper import (
     HyperWeights,
@@ -61,7 +61,7 @@ def make(
             filled((outputs,), fp32, 1.0, 0.2),
             filled((outputs,), fp32),
             n,
-            widths.sinkhorn,
+            widths.sinkhorn if outputs > n else 0,  # the head joins the streams and mixes none
             EPS,
         ),
         norm_weight=filled((width,), dtype, 1.0, 0.1),
@@ -122,7 +122,7 @@ def boundary_bytes(widths: Widths, tokens: int) -> float:
 def cases(widths: Widths) -> list[Case]:
     mixes = 2 * widths.streams + widths.streams**2
     found = []
-    for tokens in (1, 16, 64, 300, 4096) if widths is V4_FLASH else (1, 37):
+    for tokens in {V4_FLASH: (1, 16, 64, 300, 4096), TINY: (1, 37, 256)}.get(widths, (1, 37)):
 
         def make_mixes(device: torch.device, seed: int, tokens: int = tokens) -> Inputs:
             return make(widths, tokens, mixes, device, seed)
