@@ -71,6 +71,7 @@ from kvtransfer.transports.memory import Copying, CpuMemory, Task
 from kvtransfer.transports.outbound import CHUNK_BYTES, RETEST_S, _send_frames
 from kvtransfer.transports.packer import DIRECT_BYTES
 from scripts.bench_kvtransfer import BenchConfig, Source, run
+from tests import transfer_rig
 from tests.ports import own_port
 from tests.transfer_rig import (
     LAYOUT,
@@ -250,9 +251,9 @@ def test_small_spans_share_a_message(zeromq_opener: Opener, context: zmq.Context
 
 
 def big_arena(num_pages: int = 3) -> Arena:
-    """Pages of a mebibyte."""
+    """Pages of a mebibyte, where `small_arena` has its own."""
     layout = KVLayout.pack(8, [Field(0, "a", 0, 1, 1 << 20, 8)], [Field(0, "b", 0, MAX_SPANS + 10, 64, keep=1)])
-    return Arena(layout, num_pages, 2)
+    return Arena(layout, num_pages, 2, transfer_rig.DEVICE)
 
 
 def big_span(src: int, dst: int) -> Span:
@@ -1068,6 +1069,7 @@ def test_the_arena_is_not_read_after_drained(zeromq_opener: Opener, context: zmq
     sender.write(peer.address, KEY, table([big_span(page, page) for page in range(1, 64)]))
     first, payload = peer.next()
     assert payload == b"\x01" * len(payload)
+    assert wait(lambda: sender.counters()["chunks_sent"] > 1)  # else nothing is on the way
     sender.cancel(KEY)
     time.sleep(0.2)
     assert Drained(KEY) not in sender.poll(), "the peer has not taken yet what is on the way"
