@@ -36,6 +36,7 @@ from kvtransfer.spans import Spans, with_sources
 from kvtransfer.transports import BulkOptions, Key, Transport, open_transport
 from kvtransfer.transports.bulk import congestion_control
 from kvtransfer.transports.faults import Faults, FaultyTransport
+from scripts.children import die_with_parent
 from scripts.kv_ends import (
     NUM_SLOTS,
     busy_python,
@@ -535,7 +536,8 @@ def _target(config: BenchConfig) -> Iterator[tuple[str, int]]:
     command = [sys.executable, "-m", "scripts.bench_kvtransfer", "--serve", "127.0.0.1:0", *key]
     with contextlib.ExitStack() as stack:
         with no_interrupts():
-            child = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent)
+            stack.enter_context(child)
             stack.callback(child.terminate)
         assert child.stdout is not None
         host, port = child.stdout.readline().split()[1].rsplit(":", 1)

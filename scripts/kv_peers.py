@@ -32,7 +32,7 @@ from kvtransfer.sharing import SharedMemory
 from kvtransfer.spans import KIND, NBYTES, NUMBER, OFFSET
 from model.cache import kv_layout
 from model.config import ModelConfig
-from scripts.launch_local import LIBC, PR_SET_PDEATHSIG
+from scripts.children import die_with_parent
 from scripts.released_config import RELEASED
 
 Offsets = NDArray[np.int64]
@@ -271,7 +271,7 @@ def _say(connection: socket.socket, what: Any) -> None:
 def main() -> None:
     if len(sys.argv) not in (8, 10):  # see Peer
         sys.exit("scripts.kv_peers is a process of scripts.bench_kvtransfer --peers, and is started by that only")
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also when it stands still
+    die_with_parent(signal.SIGKILL)  # also when it stands still
     name, *numbers, host, advertise = sys.argv[1:8]
     target = sys.argv[8:]
     control_fd, memory_fd, num_pages, num_slots = map(int, numbers)

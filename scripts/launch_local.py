@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import shlex
@@ -18,13 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from scripts.children import die_with_parent
 from wire.options import option, parse, require_port
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED_MODEL = ROOT / "bundled/tiny"
 GPU_FRACTION = 0.9  # of a GPU's memory, for all workers on it
-PR_SET_PDEATHSIG = 1
-LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Child:
                 stderr=stderr,
                 env=environment,
                 cwd=ROOT,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
                 text=True,
             )
         assert self.process.stdout is not None
@@ -239,11 +237,6 @@ def _open_log(path: Path) -> IO[bytes]:
         return path.open("wb")
     except OSError as error:
         raise LaunchError(f"--log-dir {path.parent}: {path.name} can not be written: {error.strerror}") from error
-
-
-def _die_with_parent() -> None:
-    """In the child: SIGTERM when the launcher dies, however it dies (Linux)."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _stop_requested(signum: int, frame: FrameType | None) -> None:

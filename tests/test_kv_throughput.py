@@ -35,7 +35,7 @@ from scripts.kv_floors import mover
 from scripts.kv_undigested import UndigestedTransport
 from tests.ports import closed_port
 from tests.system import ROOT
-from tests.transfer_rig import LAYOUT, Span, collect, of_type, table
+from tests.transfer_rig import LAYOUT, Span, collect, of_type, table, wait
 from wire.curve import ClusterKey
 
 
@@ -263,6 +263,24 @@ def interrupt(process: subprocess.Popen[str]) -> None:
 
 
 LONG = ("--contexts", "1024", "--requests", "8", "--lanes", "1", "--paths", "zeromq", "--repeats", "100000")
+
+
+def alive(group: int) -> int:
+    """Processes of a group that have not ended."""
+    found = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = stat.read_text().rsplit(")", 1)[1].split()[:3]
+            found += int(its_group) == group and state not in "ZX"
+    return found
+
+
+def test_nothing_outlives_a_bench_that_is_killed() -> None:
+    """As `timeout` does it: the decode side served on for ever, with --busy on cores of its own."""
+    with own_group(*LONG, "--busy", "1") as bench:
+        assert wait(lambda: alive(bench.pid) == 4), "it, the decode side, and an engine each"
+        bench.kill()
+        assert wait(lambda: not alive(bench.pid))
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 1.0, 4.0])  # as processes start; as engines start; as bytes move
