@@ -38,7 +38,7 @@ class LocalConfig:
     router_args: str = option("", help="further flags for the router, in one string, with =: --router-args='--timeline'")
     prefill_args: str = option("", help="further flags for every prefill worker, in one string, with =")
     decode_args: str = option("", help="further flags for every decode worker, in one string, with =")
-    log_dir: str = option("", help="folder for the processes' logs; empty: a temporary one, kept after a failure")
+    log_dir: str = option("", help="folder for the processes' logs; empty: a new temporary one")
     timeout_s: float = option(900.0, help="give up when nothing was served after this long; a GPU compiles its kernels first")
 
     def __post_init__(self) -> None:
@@ -102,10 +102,8 @@ class Child:
 
 
 class System:
-    """All children. Started in order, watched, and stopped together, at the latest when a ``with`` of it ends.
-
-    Logs for which no folder was named are removed then, unless it ends with an exception, or `keep_logs` was called.
-    """
+    """All children. Started in order, watched, and stopped together, at the latest when a ``with`` of it ends. That removes
+    logs for which no folder was named, unless it ends with an exception, or `keep_logs` was called."""
 
     def __init__(self, config: LocalConfig) -> None:
         """Makes the folder of the logs, last: what cannot start leaves none. Raises LaunchError."""
@@ -125,7 +123,8 @@ class System:
         self.stop()
         if kind is not None:
             self.keep_logs()
-        self.remove_logs()
+        if not self._keeps_logs:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
 
     def start(self) -> str:
         """Starts everything; returns the URL once a probe has been served. Raises LaunchError."""
@@ -165,11 +164,6 @@ class System:
         """They may tell what went wrong; says where they are."""
         self._keeps_logs = True
         print(f"logs are in {self.log_dir}", file=sys.stderr, flush=True)
-
-    def remove_logs(self) -> None:
-        """Of what is stopped, unless they are kept."""
-        if not self._keeps_logs:
-            shutil.rmtree(self.log_dir, ignore_errors=True)
 
     def _router_flags(self) -> list[str]:
         flags = ["--model", self._model, "--host", self.config.host, "--port", str(self.config.port)]
@@ -254,12 +248,11 @@ def main() -> int:
     for each in (signal.SIGTERM, signal.SIGINT):  # a shell starts what is in the background with SIGINT ignored
         signal.signal(each, _stop_requested)
     system: System | None = None
-    served = failed = False
+    failed = False
     try:
         system = System(config)
         print(f"launch_local: logs are in {system.log_dir}", file=sys.stderr, flush=True)
         print(f"ready {system.start()}", flush=True)
-        served = True
         system.watch()
     except LaunchError as error:
         print(f"launch_local: {error}", file=sys.stderr)
@@ -270,9 +263,7 @@ def main() -> int:
         _ignore_signals()
         if system is not None:
             system.stop()
-    if system is not None and served and not failed:  # who stops what does not come up may want to know why
-        system.remove_logs()
-    return int(failed)
+    return int(failed)  # the logs stay: a request may have failed whose client was told to look there
 
 
 if __name__ == "__main__":
