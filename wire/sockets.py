@@ -23,7 +23,9 @@ SEND_QUEUE = 100_000
 RECONNECT_MS = 50  # libzmq's first wait before it connects again; each is longer, up to the next number
 RECONNECT_MOST_MS = 1000
 CONNECT_MS = 2000  # without an answer, then it is tried afresh: TCP waits twice as long each time
-UNACKNOWLEDGED_MS = 4000  # then a connection is made again, likewise: after a minute of silence TCP sits out most of another
+# Of no acknowledgement, then a connection is made again, likewise: after a minute of silence TCP sits out most of another; of
+# this, half at most. To TCP a peer that stands still without room is silent too: one that goes on earlier loses nothing.
+UNACKNOWLEDGED_MS = 10_000
 CONNECT_AGAIN_S = 10.0  # of no room in a peer's queue: libzmq has given up one that turned us away, and says it in no other way
 MAX_PEERS = 2048  # connections an outbox holds: peers come and go under new addresses, and nobody says that one is gone
 LOOK_S = 1.0  # at who was turned away: a warning may be due though no member says anything
