@@ -626,11 +626,14 @@ def line(row: Row) -> str:
 def main() -> None:
     config = parse(BenchConfig, "bench_kvtransfer")
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as workers have it
-    logging.getLogger("kvtransfer").addFilter(_not_of_pacing)
+    log = logging.getLogger("kvtransfer")
+    log.addFilter(_not_of_pacing)
     try:
         _main(config)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    finally:
+        log.removeFilter(_not_of_pacing)
 
 
 def _not_of_pacing(record: logging.LogRecord) -> bool:
