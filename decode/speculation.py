@@ -34,6 +34,7 @@ RECENT = 6 * PAIRS  # of them the last so many count
 PACED = 9  # steps that tell how long plain ones are now
 FADE = 1 - 1 / 32  # what is left, a step later, of what a position's drafts came to
 LEAST = 1.05  # plain steps that one with drafts takes; what says less is noise
+STORED = 1.1  # what one that only stores is taken for until that is known
 ADVANTAGE = 1.02  # what another number of drafts must promise to be chosen
 RESUMING = 1.05  # what one must promise to end a pause
 EVERY = 4  # steps from one thought of what pays to the next: it changes slowly, and thinking takes a percent of a short step
@@ -258,8 +259,8 @@ class Speculation:
         return shape.tokens == 2 or 1 + self._acceptance.rates()[0] * (shape.tokens - 1) > self._expected(rows, shape)
 
     def _expected(self, rows: int, shape: Shape) -> float:
-        """Its ratio, in proportion to that of a token less while it is not known."""
+        """Its ratio, in proportion to that of a token less while it is not known; a step is not taken to store for nothing."""
         ratio = self._costs.ratio(rows, shape)
         if ratio or shape.tokens == 1:
-            return ratio or 1.0
+            return ratio or (STORED if shape.stores else 1.0)
         return self._expected(rows, Shape(shape.tokens - 1, stores=shape.tokens > 2)) * shape.tokens / (shape.tokens - 1)

@@ -188,6 +188,17 @@ def test_at_most_four_percent_are_lost_where_what_pays_hangs_on_the_batch(scenar
     assert min(speeds) >= 0.96
 
 
+@pytest.mark.parametrize("seed", [4, 8])
+def test_what_only_stores_is_paid_for_before_anybody_knows_its_price(seed: int) -> None:
+    """Of a batch that swings so fast that it hardly ever stands beside a plain step of as many rows."""
+
+    def cost(rows: int, tokens: int) -> float:
+        return (0.004 + 0.0001 * rows) * (1 + (0.15 if rows < 8 else 0.9) * (tokens - 1))
+
+    machine = Machine(cost, steady(0.85, 0.7, 0.6), lambda step: 2 if step // 3 % 2 else 64)
+    assert machine.run(Speculation(3, batch_sizes(64)), 4000, seed).slower <= 0.03
+
+
 def test_times_that_differ_much_are_no_reason_for_a_pause() -> None:
     """Steps differ by 20 %, and drafts bring a third: what is chosen does not pay for all that may be off."""
     speeds = [
