@@ -216,8 +216,9 @@ class Graphs:
                 with _explained(step, captured=True):
                     self._captured[shape] = _record(step, self._ways(step), recorder, *self._spaces)
         with recorder.running():  # a graph's first replay takes milliseconds more: not in the middle of a text
-            for captured in self._captured.values():
-                captured.replay_all()
+            for shape, captured in self._captured.items():
+                with _explained(self._steps[shape], captured=True):
+                    captured.replay_all()
         seconds, megabytes = time.monotonic() - warm_s, self.workspace_bytes / 1e6
         graphs = sum(1 + len(captured.finish) for captured in self._captured.values())
         _log.info("%d graphs captured in %.1f s; workspace %.0f MB", graphs, seconds, megabytes)

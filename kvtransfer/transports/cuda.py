@@ -36,7 +36,7 @@ class Stream(Protocol):
     """Where copies run, beside the thread that computes."""
 
     def enter(self) -> None:
-        """The thread that calls is the one that copies from now on."""
+        """A thread that calls may copy from now on."""
         ...
 
     def mark(self) -> int: ...
@@ -250,6 +250,7 @@ class CudaMemory(DeviceMemory):
             return self._stream.begin(mark, issue)
 
         def filled() -> Begun:
+            self._stream.enter()
             fill()
             return self._stream.begin(mark, issue)
 
