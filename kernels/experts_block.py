@@ -61,7 +61,7 @@ def block_kernel(
     tile = gl.program_id(1)
     if DIRECT:
         gdc_launch_dependents()
-        expert = gl.load(order + tile)  # before the wait: route, which wrote it, is over, as what lies between does not start early
+        expert = gl.load(order + tile)  # not waited for: route has written it, and what lies between does not start early
         first = tile
         rows = 1
     else:
