@@ -128,6 +128,16 @@ def test_every_graph_is_replayed_once_before_anybody_waits_for_it() -> None:
     assert torch.equal(table.words, before), "the sequences that are there already are left alone"
 
 
+def test_a_replay_that_fails_at_start_is_a_failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(captured: Any) -> None:
+        raise RuntimeError("an illegal address")
+
+    monkeypatch.setattr("decode.graphs._Captured.replay_all", fail)
+    runner = FakeRunner()
+    with pytest.raises(CaptureFailed, match=r"batch 2, 1 token .*an illegal address"):
+        Graphs(runner, prepared(runner, 2), 2, [1], FakeRecorder())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", golden.CASES)
 def test_the_tiny_models_through_graphs(name: str) -> None:
     """Three prompts of different lengths, in a step with a row of nobody, captured before there was anything in the arena;

@@ -333,3 +333,13 @@ def test_what_is_told() -> None:
     assert gauges["draft_1_acceptance"] == pytest.approx(0.8, abs=0.2)
     assert counters["draft_2_accepted"] / counters["draft_2_verified"] == pytest.approx(0.5, abs=0.05)
     assert counters["draft_2_verified"] == pytest.approx(counters["draft_1_accepted"], rel=0.1)
+
+
+def test_what_pays_is_thought_of_every_few_steps_and_at_once_for_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    thought: list[int] = []
+    monkeypatch.setattr(Speculation, "_choose", lambda speculation, rows: thought.append(rows))
+    monkeypatch.setattr(Speculation, "_look_around", lambda speculation, rows: None)
+    speculation = Speculation(2, [1, 64])
+    for rows in [1] * 9 + [64] * 2:
+        speculation.shape(rows)
+    assert thought == [1, 1, 1, 64]
