@@ -29,9 +29,9 @@ PAIRS = 3  # of a plain step and one of another shape, which a look begins with 
 LOOK_STEPS = 8  # behind those, to see what is accepted; the first of them has no drafts yet
 LOOK_PERIOD = 256  # steps from one look to the next
 FIRST_PERIOD = 16  # from the first look at a shape; four times as many from the second, and so on
-ENOUGH = 5  # comparisons that tell how long a step takes: one that was stalled is in two of them
+ENOUGH = 5  # comparisons that tell how long a step takes: one that was stalled is in two of them; as many steps the pace
 RECENT = 6 * PAIRS  # of them the last so many count
-PACED = 9  # steps that tell how long plain ones are now
+PACED = 9  # steps that tell the pace: how long plain ones are now
 FADE = 1 - 1 / 32  # what is left, a step later, of what a position's drafts came to
 LEAST = 1.05  # plain steps that one with drafts takes; what says less is noise
 STORED = 1.1  # what one that only stores is taken for until that is known
@@ -69,9 +69,11 @@ class Costs:
     def estimate(self, rows: int, shape: Shape) -> tuple[float, float]:
         """The ratio, and about what it may be off by. Where a size has few comparisons those of the sizes beside it count too,
         and where there are hardly any, those of the nearest."""
+        if shape == PLAIN:
+            return 1.0, 0.0
         size = self.size(rows)
         if (size, shape) not in self._estimates:
-            found: list[float] = [1.0] * ENOUGH if shape == PLAIN else []
+            found: list[float] = []
             for other in sorted(range(len(self._sizes)), key=lambda other: abs(other - size)):
                 if len(found) < (RECENT if abs(other - size) <= 1 else ENOUGH):
                     found += self._compared[other, shape]
@@ -137,10 +139,12 @@ class Speculation:
         self._looks = dict.fromkeys(self._all, 0)  # so far
         self._looked = PLAIN  # at what the newest was
         self._since_look = 0  # steps since it began
+        self._worth: dict[int, tuple[dict[Shape, float], list[Shape]]] = {}  # as in _measured, by number of the size
         self._thought = (-1, 0)  # for which size it was thought of what pays, and how many steps ago
         self._warm = WARM_STEPS  # of so many steps how many stored; sequences come with the rows of their prompts
         self._credit = float(OPENING)  # the account, in plain steps of now
         self._plain_s: deque[float] = deque(maxlen=PACED)  # what plain steps would have taken, of late
+        self._pace_s = 0.0  # the median of those; 0 as long as they are not ENOUGH
         self._landed = PLAIN  # the last step that has
         self._length = 1.0  # tokens a row that steps with drafts brought, faded
 
@@ -174,15 +178,20 @@ class Speculation:
             self._acceptance.add(outcomes, self._landed.tokens > 1)
             length += sum(accepted for _, accepted in outcomes) / len(outcomes)
             self._length += (length - self._length) * (1 - FADE)
+        if shape != PLAIN or self._landed != PLAIN:
+            self._worth.clear()  # something was measured
         self._landed = shape
         error = min(self._costs.estimate(rows, shape)[1], MOST_ERROR) if shape == self._chosen else 0.0
         self._pay(rows, seconds / ratio, SHARE * ratio + length - ratio - error)
 
     def _pay(self, rows: int, plain_s: float, steps: float) -> None:
-        """plain_s: what a plain step would have taken. steps: so many get on the account."""
-        before = median_low(self._plain_s) if self._plain_s else plain_s
+        """plain_s: what a plain step would have taken. steps: so many get on the account. While few steps tell the pace the
+        account does not follow it: beside the first one, in which the host has most to do, it would be many steps more."""
         self._plain_s.append(plain_s)
-        self._credit = min(self._credit * before / median_low(self._plain_s) + steps, self._most(rows))
+        if len(self._plain_s) >= ENOUGH:
+            before_s, self._pace_s = self._pace_s, median_low(self._plain_s)
+            self._credit *= (before_s or self._pace_s) / self._pace_s
+        self._credit = min(self._credit + steps, self._most(rows))
 
     def _most(self, rows: int) -> float:
         """What a full account holds."""
@@ -202,7 +211,7 @@ class Speculation:
     def _choose(self, rows: int) -> None:
         """Stays with what is chosen until another number of drafts is better by `ADVANTAGE`, none at all is as good, or the
         account is empty."""
-        speeds = {shape: self._acceptance.length(shape.tokens) / (self._costs.ratio(rows, shape) or inf) for shape in self._all}
+        speeds, _ = self._measured(rows)
         best = max(speeds, key=lambda shape: speeds[shape])
         missing = WARM_STEPS - self._warm if self._chosen == PLAIN else 0
         if self._credit < 0 or speeds[PLAIN] >= speeds[self._chosen]:
@@ -212,6 +221,16 @@ class Speculation:
             self._chosen = best
             self._plan.extend([STORING] * missing)
 
+    def _measured(self, rows: int) -> tuple[dict[Shape, float], list[Shape]]:
+        """Tokens in the time of a plain step, by shape, and the shapes with drafts that are worth a look. In a pause neither
+        changes, and a host that has many rows has no time to lose with a short step."""
+        size = self._costs.size(rows)
+        if size not in self._worth:
+            length, ratio = self._acceptance.length, self._costs.ratio
+            speeds = {shape: length(shape.tokens) / (ratio(rows, shape) or inf) for shape in self._all}
+            self._worth[size] = speeds, [shape for shape in self._all[1:] if self._may_pay(rows, shape)]
+        return self._worth[size]
+
     def _entry(self, rows: int, shape: Shape, missing: int) -> float:
         """What it takes to come to steps with drafts: so many that store, one that has none yet, and another in flight."""
         return missing * (self._expected(rows, STORING) - 1) + 2 * (self._expected(rows, shape) - 1)
@@ -219,7 +238,7 @@ class Speculation:
     def _look_around(self, rows: int) -> None:
         """Begins a look at another number of drafts in turn, when it is time. Where there are drafts every other look is one at
         what they are compared with, and so is the first one at a size."""
-        others = [shape for shape in self._all[1:] if shape != self._chosen and self._may_pay(rows, shape)]
+        others = [shape for shape in self._measured(rows)[1] if shape != self._chosen]
         known = self._costs.known(rows, self._chosen)
         if self._chosen == PLAIN or (self._looked == self._chosen and others and known):
             self._look_at_one(rows, others)

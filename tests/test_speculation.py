@@ -343,3 +343,28 @@ def test_what_pays_is_thought_of_every_few_steps_and_at_once_for_another_batch(m
     for rows in [1] * 9 + [64] * 2:
         speculation.shape(rows)
     assert thought == [1, 1, 1, 64]
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("scenario", [UNSTEADY, WANDERING], ids=lambda scenario: scenario.name)
+def test_what_was_thought_of_is_not_used_when_something_new_is_measured(scenario: Scenario, seed: int) -> None:
+    class Forgetful(Speculation):
+        def shape(self, rows: int) -> Shape:
+            self._worth.clear()
+            return super().shape(rows)
+
+    found, anew = (
+        scenario.machine(ACCEPTED["0.8"], seed).run(kind(2, batch_sizes(64)), 1500, seed).shapes
+        for kind in (Speculation, Forgetful)
+    )
+    assert found == anew
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_first_step_does_not_fill_the_account(seed: int) -> None:
+    """The host has much to do with the sequences that a worker begins with; what is lost is the account of the beginning."""
+    long, slope = 25.0, 0.3
+    machine = Machine(linear(slope), steady(0.0, 0.0, 0.0), pace=lambda step: long if step == 0 else 1.0)
+    run = machine.run(Speculation(3, batch_sizes(64)), 2000, seed)
+    start = (slope * long + OPENING) * machine.cost(4, 1)
+    assert run.tokens[0] == 2 and run.seconds - run.plain_seconds <= start + SHARE * run.seconds
