@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain, product, repeat
+from itertools import chain, pairwise, product, repeat
 from pathlib import Path
 
 import torch
@@ -132,6 +132,12 @@ class Taken:
         """That a sequence got."""
         return sum(statistics.fmean(each) for each in self.counts)
 
+    def round_token_s(self) -> list[float]:
+        """Seconds of a token, by rounds."""
+        firsts = [step for step, begins in enumerate(self.begins) if begins]
+        rounds = [slice(first, end) for first, end in pairwise([*firsts, len(self.begins)])]
+        return [sum(self.seconds[each]) / sum(map(statistics.fmean, self.counts[each])) for each in rounds]
+
     def token_s(self, first: float, end: float = math.inf) -> float:
         """Seconds of a token, of those from the first one on up to the end."""
         seconds, tokens, before = 0.0, 0.0, 0.0
@@ -179,11 +185,11 @@ class Bundled:
         """Each worker continues the prompts of so many rounds. On a CPU the one that has the fewest tokens takes the next step,
         so whatever else the machine does falls on all alike; on a GPU, where steps are in flight, they take turns by rounds."""
         gc.collect()
-        gc.freeze()  # as in a worker: else one of them has the pauses that look at what all of them keep
+        gc.disable()  # collections come with what is kept here of the steps of all: the same one would have them in every round
         try:
             self._take_turns(workers, rounds)
         finally:
-            gc.unfreeze()
+            gc.enable()
 
     def _take_turns(self, workers: list[Worker], rounds: int) -> None:
         if self.config.device == "cuda":
@@ -307,7 +313,8 @@ def fixed(side: Bundled) -> list[Figures]:
 
 def chosen(side: Bundled) -> list[Figures]:
     """A worker's own choice, by all the seconds of its steps from the first one on and of those of a worker without
-    speculation; and with drafts that are not right. Of the first tokens, in which it finds out, and of all behind them too."""
+    speculation; and with drafts that are not right. Of the first tokens, in which it finds out, and of all behind them too.
+    Where there are rounds enough, also what the speed may be off by as they differ: a standard error."""
     most = max(side.config.numbers("drafts"))
     off, workers = Worker("0", 0, lambda: PLAIN), []
     for name in (CHOSEN, CHOSEN_WRONG):
@@ -322,11 +329,19 @@ def chosen(side: Bundled) -> list[Figures]:
         step_s = statistics.fmean(taken.seconds)
         row |= {"step_ms": 1000 * step_s, "step_ratio": step_s / off.taken.token_s(0), "tokens_per_s": side.batch / token_s}
         row |= {"speed_up": off.taken.token_s(0) / token_s}
+        if side.config.chosen_rounds > 1:
+            row |= {"speed_up_error": error(off.taken.round_token_s(), taken.round_token_s())}
         row |= {"speed_up_first": off.taken.token_s(0, FIRST_TOKENS) / taken.token_s(0, FIRST_TOKENS)}
         if taken.tokens > 2 * FIRST_TOKENS:
             row |= {"speed_up_later": off.taken.token_s(FIRST_TOKENS) / taken.token_s(FIRST_TOKENS)}
         rows.append(row)
     return rows
+
+
+def error(off: list[float], own: list[float]) -> float:
+    """Standard error of how much faster than `off` it is, by as many rounds of both."""
+    speeds = [one / other for one, other in zip(off, own, strict=True)]
+    return statistics.stdev(speeds) / math.sqrt(len(speeds))
 
 
 def by_position(counts: list[int], drafts: int) -> dict[str, float]:
