@@ -642,7 +642,7 @@ def _not_of_pacing(record: logging.LogRecord) -> bool:
 
 
 def _main(config: BenchConfig) -> None:
-    control = f"TCP congestion control here: {congestion_control()} (bbr paces loopback to about half)"
+    control = f"TCP congestion control here: {congestion_control()} (within a host reno, where it may be chosen)"
     if config.serve:
         host, port = config.serve.rsplit(":", 1)
         if not is_loopback(host):  # there the other side says so

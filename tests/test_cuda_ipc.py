@@ -58,10 +58,12 @@ from tests.transfer_rig import (
     PATIENCE_S,
     DeviceTransport,
     HostStream,
+    Listener,
     RawSender,
     Span,
     ThreadTransport,
     collect,
+    hear,
     named_places,
     of_type,
     place_table,
@@ -439,24 +441,31 @@ class Fetching:
     def __init__(self) -> None:
         self.memory = cast(Any, Copier())
         self.events: list[Event] = []
-        self.answers: list[tuple[bytes, int, int]] = []
+        self.waiting: list[tuple[str, Listener]] = []
+        self.answers: list[tuple[str, int, int]] = []
         self.inbound = Inbound(self.memory, dict(SIZES), "cuda_ipc", Counters(), self.events.append)
         hello = Hello(1, 3, 100, b"n" * 16, SIZES, "cuda_ipc")
         self.inbound._mapped[hello.memory_name] = _Mapped(hello, DevicePeer(), "")
         self.inbound.expect(KEY, 3, range(1, 9), 0, b"")
 
-    def chunk(self, number: int, identity: bytes = b"one") -> int | None:
+    def chunk(self, number: int, sender: str = "one") -> int | None:
+        return self.send(Chunk(KEY, number, table([Span("page", 20, number, 0, PAGE)]), b"n" * 16, sums=True), sender)
+
+    def send(self, chunk: Chunk, sender: str = "one") -> int | None:
         """The answer, if it comes at once."""
-        chunk = Chunk(KEY, number, table([Span("page", 20, number, 0, PAGE)]), b"n" * 16, sums=True)
-        answer = self.inbound._answer([memoryview(pack_chunk(chunk))], zmq.Frame(identity))
-        return unpack_ack(answer).status if answer else None
+        connection = Listener()
+        hear(self.inbound, connection, [pack_chunk(chunk)])
+        if connection.heard:
+            return unpack_ack(connection.heard[0]).status
+        self.waiting.append((sender, connection))
+        return None
 
     def settle(self, idle: bool = False) -> None:
-        self.inbound.settle(self, idle)  # type: ignore[arg-type]
-
-    def send_multipart(self, frames: list[bytes], flags: int) -> None:
-        ack = unpack_ack(frames[1])
-        self.answers.append((frames[0], ack.number, ack.status))
+        self.inbound.settle(idle)
+        for sender, connection in self.waiting:
+            acks = [unpack_ack(answer) for answer in connection.heard]
+            self.answers += [(sender, ack.number, ack.status) for ack in acks]
+            connection.heard.clear()
 
 
 def test_chunks_are_copied_one_behind_the_other_and_answered_as_they_end() -> None:
@@ -466,9 +475,9 @@ def test_chunks_are_copied_one_behind_the_other_and_answered_as_they_end() -> No
     assert not rig.answers and not rig.events and rig.inbound.wait_ms() == 0
     rig.memory.copies[0].done = True
     rig.settle()
-    assert rig.answers == [(b"one", 1, LANDED)]
+    assert rig.answers == [("one", 1, LANDED)]
     rig.settle(idle=True)  # nothing else to do: it waits for one, and no more
-    assert rig.answers[1:] == [(b"one", 2, LANDED)] and not rig.memory.copies[2].done
+    assert rig.answers[1:] == [("one", 2, LANDED)] and not rig.memory.copies[2].done
     rig.inbound.close()
     assert rig.memory.copies[2].done
     places = [named_places(event.places) for event in of_type(rig.events, Landed)]
@@ -492,12 +501,12 @@ def test_a_revoked_window_is_drained_when_nothing_is_copied_into_it_any_more() -
 def test_a_chunk_that_comes_again_while_it_is_copied_is_answered_when_it_is_there() -> None:
     """To the new connection too; and no byte of it is copied twice."""
     rig = Fetching()
-    rig.chunk(1, b"one")
-    assert rig.chunk(1, b"two") is None and len(rig.memory.copies) == 1
+    rig.chunk(1, "one")
+    assert rig.chunk(1, "two") is None and len(rig.memory.copies) == 1
     rig.inbound.revoke(KEY)
-    assert rig.chunk(1, b"six") is None, "its sender's memory is still read"
+    assert rig.chunk(1, "six") is None, "its sender's memory is still read"
     rig.settle(idle=True)
-    assert rig.answers == [(identity, 1, LANDED) for identity in (b"one", b"two", b"six")]
+    assert rig.answers == [(sender, 1, LANDED) for sender in ("one", "two", "six")]
     assert rig.inbound._counters.read()["repeated_frames"] == 2
 
 
@@ -505,8 +514,7 @@ def test_memory_that_is_copied_to_is_nobody_elses() -> None:
     rig = Fetching()
     rig.chunk(1)
     other = Chunk(KEY, 7, table([Span("page", 20, 1, 0, 4)]), b"n" * 16, sums=True)
-    answer = rig.inbound._answer([memoryview(pack_chunk(other))], zmq.Frame(b"one"))
-    assert unpack_ack(answer).status == REFUSED and len(rig.memory.copies) == 1
+    assert rig.send(other) == REFUSED and len(rig.memory.copies) == 1
 
 
 @pytest.mark.parametrize("span", [Span("page", 32, 1, 0, PAGE), Span("slot", 16, 3, 0, 4), Span("slot", 1, 3, 61, 4)], ids=repr)
@@ -514,8 +522,7 @@ def test_nothing_is_read_beside_the_senders_memory(span: Span) -> None:
     rig = Fetching()
     rig.inbound._rows["slot"] = (17, 65)  # ours are larger
     rig.inbound.expect(KEY, 3, [1], 0, b"")
-    answer = rig.inbound._answer([memoryview(pack_chunk(Chunk(KEY, 1, table([span]), b"n" * 16)))], zmq.Frame(b"one"))
-    assert unpack_ack(answer).status == REFUSED and not rig.memory.copies
+    assert rig.send(Chunk(KEY, 1, table([span]), b"n" * 16, sums=True)) == REFUSED and not rig.memory.copies
     assert rig.inbound._counters.read()["bad_frames"] == 1
 
 
@@ -525,7 +532,7 @@ def test_a_copy_that_fails_is_refused_and_so_is_what_comes_again(caplog: pytest.
     rig.memory.copies[0].fault = True
     with caplog.at_level(logging.ERROR):
         rig.settle(idle=True)
-    assert rig.answers == [(b"one", 1, REFUSED)] and not rig.events and "device fault" in caplog.text
+    assert rig.answers == [("one", 1, REFUSED)] and not rig.events and "device fault" in caplog.text
     assert rig.chunk(1) == REFUSED
 
 

@@ -142,7 +142,8 @@ def test_who_is_turned_away_is_named_in_a_line_now_and_then(
         await asyncio.sleep(0.3)  # longer than the first line waited
         assert len(caplog.messages) == 1
         assert inbox._refused is not None
-        inbox._refused._warn_at_s = 0.0  # a minute later
+        assert inbox._refused._refusals is not None
+        inbox._refused._refusals._warn_at_s = 0.0  # a minute later
         _, line = await lines(2)
         where, more, again = re.fullmatch(told, line).groups()  # type: ignore[union-attr]
         assert (where, again) == (inbox.address, hosts) and 0 < int(more) <= inbox.refused_peers - int(count)

@@ -22,10 +22,11 @@ from kvtransfer.layout import Field, KVLayout
 from kvtransfer.spans import NUMBER
 from kvtransfer.transports import BulkOptions, Drained, Landed, Lost, Wrote, sums
 from kvtransfer.transports.cuda import Ring
-from kvtransfer.transports.frame import LANDED, LATE, REFUSED, Ack, Chunk, Welcome, pack_ack, pack_chunk
+from kvtransfer.transports.frame import CHUNK_BYTES, LANDED, LATE, REFUSED, Ack, Chunk, Welcome, pack_ack, pack_chunk
 from kvtransfer.transports.memory import PIECE_BYTES
-from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT
+from kvtransfer.transports.outbound import CREDIT
 from kvtransfer.transports.seal import Seal
+from kvtransfer.transports.unpacker import Arrival
 from tests.transfer_rig import (
     LAYOUT,
     PATIENCE_S,
@@ -90,7 +91,7 @@ def never_idle(transport: Any) -> Any:
     """Gives its engine always something else to do, so that it waits for no copy."""
     inbound, outbound = transport.inner._inbound, transport.inner._outbound
     settle, send = inbound.settle, outbound._send_parcels
-    inbound.settle = lambda socket, idle: settle(socket, False)
+    inbound.settle = lambda idle: settle(False)
     outbound._send_parcels = lambda idle: send(False)
     return transport
 
@@ -189,7 +190,7 @@ def test_a_byte_that_changes_on_the_wire_is_found(opener: Opener, kinds: str, se
 
 @pytest.mark.parametrize(
     ("kinds", "where"),
-    [("dd", "move"), ("dd", "gather"), ("dc", "gather"), ("dd", "scatter"), ("cd", "scatter"), ("dc", "_put")],
+    [("dd", "move"), ("dd", "gather"), ("dc", "gather"), ("dd", "scatter"), ("cd", "scatter"), ("dc", "came")],
 )
 def test_a_byte_that_changes_in_a_copy_is_found(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, kinds: str, where: str
@@ -197,7 +198,7 @@ def test_a_byte_that_changes_in_a_copy_is_found(
     """On a device, out of it, into one, or into the arena of a host."""
     sender, receiver = opener(small_arena(seed=1), kinds[0]), opener(small_arena(seed=2), kinds[1])
     memory = memory_of(sender if where == "gather" else receiver)
-    copy: Any = move_spans if where == "move" else getattr(memory, where)
+    copy: Any = move_spans if where == "move" else getattr(Arrival if where == "came" else memory, where)
 
     def move(source: torch.Tensor, target: torch.Tensor, *spans: torch.Tensor) -> None:
         copy(source, target, *spans)
@@ -209,20 +210,20 @@ def test_a_byte_that_changes_in_a_copy_is_found(
         flip(out)
         return begun
 
-    def scatter(packed: Any, places: Any, mark: int, fill: Any) -> Any:
-        def flipped() -> None:
-            fill()
-            flip(packed)
+    def scatter(packed: Any, places: Any, mark: int) -> Any:
+        flip(packed)
+        return copy(packed, places, mark)
 
-        return copy(packed, places, mark, flipped)
-
-    def put(places: Any, parts: Any, look: Any) -> None:
-        copy(places, [np.array(part) ^ np.uint8(16) for part in parts], look)
+    def came(arrival: Any, view: Any) -> None:
+        view ^= np.uint8(16)
+        copy(arrival, view)
 
     if where == "move":
         monkeypatch.setattr("kvtransfer.transports.cuda.move_spans", move)
+    elif where == "came":
+        monkeypatch.setattr(Arrival, where, came)
     else:
-        monkeypatch.setattr(memory, where, {"gather": gather, "scatter": scatter, "_put": put}[where])
+        monkeypatch.setattr(memory, where, {"gather": gather, "scatter": scatter}[where])
     receiver.expect(KEY, 3, [5, 6])
     sender.write(receiver.address(), KEY, table(MIXED))
     assert digest_of(collect(sender, len)) != digest_of(collect(receiver, len))
@@ -559,7 +560,7 @@ def test_who_keeps_to_no_credit_occupies_a_bounded_number_of_buffers(
     receiver = opener(target)
     inbound = receiver.inner._inbound
     settle = inbound.settle
-    inbound.settle = lambda socket, idle: settle(socket, idle and len(inbound._landings) >= 3)  # there is always more to do
+    inbound.settle = lambda idle: settle(idle and len(inbound._landings) >= 3)  # there is always more to do
     peer, stream = RawSender(context, receiver.address()), stream_of(receiver)
     stream.copies_end.clear()
     receiver.expect(KEY, 3, list(range(1, 31)))
@@ -597,7 +598,7 @@ def test_a_buffer_serves_again_when_nobody_refers_to_it() -> None:
     assert len(ring.take(CHUNK_BYTES + 1)) == CHUNK_BYTES + 1
 
 
-def test_what_libzmq_still_sends_is_not_written_over(opener: Opener, context: zmq.Context[Any]) -> None:
+def test_what_is_still_sent_is_not_written_over(opener: Opener, context: zmq.Context[Any]) -> None:
     """A peer that takes nothing holds its buffers, though all copies are over; what goes to another has others."""
     source, target = large_arena(40, seed=1), large_arena(40, seed=2)
     sender, slow, receiver = opener(source), RawReceiver(context), opener(target)

@@ -27,7 +27,20 @@ from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import Chunk, pack_chunk
 from kvtransfer.transports.inbound import Inbound
 from kvtransfer.transports.memory import CpuMemory
-from tests.transfer_rig import LAYOUT, PAGE_TOKENS, Proxy, RawSender, Span, refused, small_arena, table, thread_transport, wait
+from tests.transfer_rig import (
+    LAYOUT,
+    PAGE_TOKENS,
+    Listener,
+    Proxy,
+    RawSender,
+    Span,
+    hear,
+    refused,
+    small_arena,
+    table,
+    thread_transport,
+    wait,
+)  # fmt: skip
 from wire.messages import Grant, Ready, pack_ids
 
 KEY = (7, 0)
@@ -465,12 +478,8 @@ class HandTransport:
         self.events.append(Wrote(key, len(spans), num_bytes(spans), combine(digests)))
 
     def deliver(self, frames: list[bytes]) -> None:
-        answers: Any = self
-        self.inbound._answer([memoryview(frame) for frame in frames], zmq.Frame(b"peer"))
-        self.inbound.settle(answers, idle=True)
-
-    def send_multipart(self, frames: list[bytes], flags: int) -> None:
-        """Answers: they take effect with `transmit`."""
+        hear(self.inbound, Listener(), frames)  # its answers take effect with `transmit`
+        self.inbound.settle(idle=True)
 
     def poll(self) -> list[Event]:
         events, self.events = self.events, []

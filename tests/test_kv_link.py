@@ -20,6 +20,7 @@ import decode.worker
 from decode.config import DecodeConfig
 from kvtransfer.transports import BulkOptions
 from kvtransfer.transports.bulk import BulkTransport
+from kvtransfer.transports.unpacker import Arrival
 from prefill.config import PrefillConfig
 from prefill.worker import Worker as PrefillWorker
 from router.config import RouterConfig
@@ -59,26 +60,34 @@ class Tamper:
         self.left -= 1
         return data[:-1] + bytes([data[-1] ^ 1])
 
-    def landed(self, transport: ThreadTransport) -> None:
-        """Of what has been copied into the arena."""
+    def landed(self, transport: ThreadTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of what has been copied, or read, into the arena."""
         memory = transport.inner._inbound._memory
-        scatter = memory.scatter
+        scatter, came = memory.scatter, Arrival.came
+
+        def spoil(piece: Any) -> None:
+            if self.left > 0:
+                self.left -= 1
+                piece[len(piece) // 2] ^= 4
 
         def faulty(places: Any, parts: Any, look: Any) -> Any:
             def spoilt(place: Any) -> Any:
                 show = look(place)
 
                 def seen(piece: Any) -> None:
-                    if self.left > 0:
-                        self.left -= 1
-                        piece[len(piece) // 2] ^= 4
+                    spoil(piece)
                     show(piece)
 
                 return seen
 
             return scatter(places, parts, spoilt)
 
+        def faulty_read(arrival: Arrival, view: Any) -> None:
+            spoil(view)
+            came(arrival, view)
+
         memory.scatter = faulty
+        monkeypatch.setattr(Arrival, "came", faulty_read)
 
 
 @dataclass
@@ -129,7 +138,7 @@ async def linked(
         transport._address = proxies[0].address
         if way == "landed" and tamper is not None:
             assert isinstance(transport, ThreadTransport)
-            tamper.landed(transport)
+            tamper.landed(transport, monkeypatch)
         return transport
 
     monkeypatch.setattr(decode.worker, "open_transport", behind_proxy)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,8 +112,14 @@ def test_a_sealed_chunk_whose_path_changes_is_lost_and_not_called_corrupt(paths:
     is of bytes or of tags, that of a second try would be of the other."""
     sender, receiver = thread_transport(small_arena(seed=1), "auto"), thread_transport(small_arena(seed=2), paths[0])
     proxy, inbound = Proxy(receiver.address()), receiver.inner._inbound
-    settle, nowhere = inbound.settle, SimpleNamespace(send_multipart=lambda *_: None)
-    inbound.settle = lambda socket, idle: settle(nowhere, idle)
+    settle = inbound.settle
+
+    def answer_nobody(idle: bool) -> None:
+        for landing in inbound._landings:
+            landing.senders.clear()
+        settle(idle)
+
+    inbound.settle = answer_nobody
     receiver.expect(KEY, 3, [5], SECRET)
     sender.write(proxy.address, KEY, table([Span("page", 1, 5, 0, PAGE)]), SECRET)
     collect(receiver, len)

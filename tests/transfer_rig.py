@@ -38,6 +38,7 @@ from kvtransfer.transports.frame import (
     unpack_ack,
     unpack_chunk,
 )
+from kvtransfer.transports.inbound import Inbound
 from kvtransfer.transports.memory import Memory
 
 torch.set_num_threads(1)
@@ -289,6 +290,30 @@ def sums_by_hand(data: bytes) -> bytes:
 def header(key: Key, places: list[Place], number: int = 1) -> bytes:
     """Of a chunk whose bytes come along."""
     return pack_chunk(Chunk(key, number, table(Span(kind, 0, dst, at, size) for kind, dst, at, size in places)))
+
+
+class Listener:
+    """In place of a connection: what is said to the other end."""
+
+    def __init__(self) -> None:
+        self.heard: list[bytes] = []
+        self.diverted = False
+        self.send = self.heard.append
+
+    def divert(self) -> None:
+        self.diverted = True
+
+
+def hear(inbound: Inbound, connection: Any, frames: list[bytes]) -> None:
+    """A message comes, all of it."""
+    message = inbound.begin(connection, frames[0], len(frames) > 1)
+    for index, frame in enumerate(frames[1:], 2):
+        at = 0
+        for view in message.room(len(frame), index < len(frames)):
+            view[:] = np.frombuffer(frame, dtype=np.uint8, count=len(view), offset=at)
+            at += len(view)
+            message.came(view)
+    message.end()
 
 
 class RawSender:

@@ -1,7 +1,7 @@
 """Who may talk to whom: one key pair for a whole cluster, and CURVE on every socket that it is given to.
 
 Whoever holds the pair is a member: it proves so as a client and as a server, and everything on the wire is encrypted. Where
-that costs too much, for KV, members show a password that is made of the key (`admit_members`).
+that costs too much, for KV, members show a password that is made of the key (`ClusterKey.password`).
 Without a key nothing is checked, which is why nothing may then listen beyond this host (`require_key`).
 """
 
@@ -23,7 +23,6 @@ import zmq
 from zmq.utils import z85
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-_SERVERS = {int(zmq.CURVE): zmq.CURVE_SERVER, int(zmq.PLAIN): zmq.PLAIN_SERVER}
 WARN_AFTER_S = 1.0
 WARN_EVERY_S = 60.0  # who is turned away goes on trying
 MOST_HOSTS = 8  # named in a warning
@@ -97,17 +96,12 @@ def secure(context: zmq.Context[Any], key: ClusterKey) -> None:
     context.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
     context.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
     context.setsockopt(zmq.CURVE_SERVERKEY, key.public)
-    _open_gate(context, b"CURVE", [z85.decode(key.public)])
-
-
-def admit_members(context: zmq.Context[Any], password: bytes) -> None:
-    """From now on every socket of `context` shows this password where it connects, and where it listens (`be_server`) it turns
-    away who does not, before it reads a message. Nothing is encrypted, the password neither: it keeps out strangers, but not
-    those who can listen in on members.
-    """
-    context.setsockopt(zmq.PLAIN_USERNAME, b"member")
-    context.setsockopt(zmq.PLAIN_PASSWORD, password)
-    _open_gate(context, b"PLAIN", [b"member", password])
+    # Of a shadow, so that destroying `context` does not close it under its thread: it is told that the context ends.
+    gate: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.REP)
+    gate.setsockopt(zmq.LINGER, 0)
+    gate.bind(ZAP_ADDRESS)
+    hosts = _turned_away[context] = set()
+    threading.Thread(target=_keep_gate, args=(gate, z85.decode(key.public), hosts), name="gate", daemon=True).start()
 
 
 def password_of(cluster_key: str) -> bytes:
@@ -115,27 +109,53 @@ def password_of(cluster_key: str) -> bytes:
     return ClusterKey.read(cluster_key).password if cluster_key else b""
 
 
-def _open_gate(context: zmq.Context[Any], mechanism: bytes, credentials: list[bytes]) -> None:
-    # Of a shadow, so that destroying `context` does not close it under its thread: it is told that the context ends.
-    gate: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.REP)
-    gate.setsockopt(zmq.LINGER, 0)
-    gate.bind(ZAP_ADDRESS)
-    hosts = _turned_away[context] = set()
-    threading.Thread(target=_keep_gate, args=(gate, mechanism, credentials, hosts), name="gate", daemon=True).start()
-
-
 def be_server(socket: zmq.Socket[bytes]) -> bool:
     """Makes a socket of a secured context the listening side. Whether it is one: False without a key."""
-    server = _SERVERS.get(int(socket.getsockopt(zmq.MECHANISM)))
-    if server is not None:
-        socket.setsockopt(server, 1)
-    return server is not None
+    secured = socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
+    if secured:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+    return secured
+
+
+class Refusals:
+    """Connections to a listening socket that were turned away: says so, in a line at most each `WARN_EVERY_S`. The first waits
+    a little, since who is turned away tries again at once."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._unsaid, self._warn_at_s = 0, 0.0
+
+    @property
+    def unsaid(self) -> bool:
+        """Whether a warning is due soon, so that `tell` has to be called though nothing else happens."""
+        return self._unsaid > 0
+
+    def add(self, more: int = 1) -> None:
+        if not self._unsaid:
+            self._warn_at_s = max(self._warn_at_s, time.monotonic() + WARN_AFTER_S)
+        self._unsaid += more
+
+    def tell(self, hosts: set[str]) -> None:
+        """hosts: of some that are still to be named; emptied with the line."""
+        now_s = time.monotonic()
+        if not self._unsaid or now_s < self._warn_at_s:
+            return
+        named = sorted(hosts.copy())
+        _log.warning(
+            "connections turned away at %s: %d%s. They do not show this cluster's key: "
+            "do all processes have the same --cluster-key?",
+            self._address,
+            self._unsaid,
+            f", some from {', '.join(named)}" if named else "",
+        )
+        hosts.clear()
+        self._unsaid, self._warn_at_s = 0, now_s + WARN_EVERY_S
 
 
 class RefusedPeers:
-    """Counts the connections to a listening socket that were turned away at their greeting, and warns of them.
+    """Counts the connections to a listening ZeroMQ socket that were turned away at their greeting, and warns of them.
 
-    The warning names the hosts of those that got as far as a wrong password; of others libzmq tells nobody where they are.
+    The warning names the hosts of those that got as far as a wrong key; of others libzmq tells nobody where they are.
     """
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes]) -> None:
@@ -144,16 +164,11 @@ class RefusedPeers:
         socket.monitor(address, failed)
         self._socket, self._count = socket, 0
         self._hosts = _turned_away[context]
-        self._unsaid, self._warn_at_s = 0, 0.0
+        self._refusals: Refusals | None = None
         self.events: zmq.Socket[bytes] = context.socket(zmq.PAIR)  # readable when there is something to count
         self.events.setsockopt(zmq.LINGER, 0)
         self.events.setsockopt(zmq.RCVHWM, 0)  # without a limit: a full pipe would hold up libzmq's own thread
         self.events.connect(address)
-
-    @property
-    def unsaid(self) -> bool:
-        """Whether a warning is due soon, so that `count` has to be called though nothing else happens."""
-        return self._unsaid > 0
 
     def count(self) -> int:
         before = self._count
@@ -161,41 +176,26 @@ class RefusedPeers:
             while True:
                 self.events.recv_multipart(zmq.NOBLOCK)
                 self._count += 1
-        if self._unsaid or self._count > before:
-            self._tell(self._count - before, time.monotonic())
+        if self._refusals is None and self._count:
+            self._refusals = Refusals(bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode())
+        if self._refusals is not None:
+            if self._count > before:
+                self._refusals.add(self._count - before)
+            self._refusals.tell(self._hosts)
         return self._count
 
     def close(self) -> None:
         self._socket.disable_monitor()
         self.events.close()
 
-    def _tell(self, more: int, now_s: float) -> None:
-        """A line at most each `WARN_EVERY_S`. The first waits a little: who is turned away tries again at once."""
-        if not self._unsaid:
-            self._warn_at_s = max(self._warn_at_s, now_s + WARN_AFTER_S)
-        self._unsaid += more
-        if now_s < self._warn_at_s:
-            return
-        hosts = sorted(self._hosts.copy())
-        _log.warning(
-            "connections turned away at %s: %d%s. They do not show this cluster's key: "
-            "do all processes have the same --cluster-key?",
-            bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode(),
-            self._unsaid,
-            f", some from {', '.join(hosts)}" if hosts else "",
-        )
-        self._hosts.clear()
-        self._unsaid, self._warn_at_s = 0, now_s + WARN_EVERY_S
 
-
-def _keep_gate(gate: zmq.Socket[bytes], known_mechanism: bytes, member: list[bytes], hosts: set[str]) -> None:
+def _keep_gate(gate: zmq.Socket[bytes], member: bytes, hosts: set[str]) -> None:
     """Answers libzmq's question about each peer (ZAP, rfc.zeromq.org/spec/27) until the context ends. hosts: of those who are
     turned away."""
     try:
         while True:
             version, sequence, _, host, _, mechanism, *credentials = gate.recv_multipart()
-            same = len(credentials) == len(member) and all(map(hmac.compare_digest, credentials, member))
-            known = mechanism == known_mechanism and same
+            known = mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], member)
             answer = [b"200", b"OK", b"member", b""] if known else [b"400", b"not a member of this cluster", b"", b""]
             if not known and len(hosts) < MOST_HOSTS:
                 hosts.add(host.decode())

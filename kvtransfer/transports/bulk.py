@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 END_S = 5.0  # for an engine to end by itself
 START_S = 120.0  # memory is touched for the first time: a second for ten gigabytes
 _GIB = 1 << 30
-# libzmq allocates every frame it receives; giving those pages back to the kernel each time costs 10,000 faults for 64 MiB
+# A sealed chunk needs buffers; giving their pages back to the kernel each time costs 10,000 faults for 64 MiB
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(_GIB), "MALLOC_MMAP_THRESHOLD_": str(_GIB), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _SWITCH_S = 0.0005  # a thread that computes in Python gives way to the engine's after so long; of Python's own 5 ms many add up
@@ -250,4 +250,7 @@ def congestion_control() -> str:
 
 def _warn_of_pacing() -> None:
     if congestion_control() == "bbr":
-        _log.warning("TCP connections here use BBR, which paces even loopback to about half of what reno or cubic reach")
+        _log.warning(
+            "TCP connections here use BBR, which paces them: KV within this host goes by reno where it may be chosen, KV to "
+            "other hosts by BBR, in a fast network at about half of what reno or cubic reach"
+        )

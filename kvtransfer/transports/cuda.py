@@ -24,8 +24,9 @@ from torch import Tensor
 from kernels.spans import move_spans, sum_spans
 from kvtransfer.spans import KIND, KINDS, NBYTES, OFFSET, PAGE, Places, num_bytes
 from kvtransfer.transports.cuda_ipc import Extent, Opened, pack_extents, unpack_extents
+from kvtransfer.transports.frame import CHUNK_BYTES
 from kvtransfer.transports.memory import Begun, Behind, Bytes, DeviceMemory, DevicePeer, Rows
-from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT
+from kvtransfer.transports.outbound import CREDIT
 from kvtransfer.transports.sums import SPAN_WORDS, WORD_BYTES, sum_weights
 
 _MARKS = 65_536  # kept; a hand-off that waits for more others than that starts behind the last of them
@@ -148,8 +149,8 @@ class SideStream:
 
 class Ring:
     """Pinned buffers that serve again and again. One is free when nobody refers to it any more: not a copy that is under way,
-    and not libzmq, which holds on to what it sends. So there are as many as were ever under way at once, `ready` at least: to
-    make one may hold up the device."""
+    and not a connection that sends it or reads into it. So there are as many as were ever under way at once, `ready` at least:
+    to make one may hold up the device."""
 
     def __init__(self, pinned: Callable[[int], Tensor], ready: int) -> None:
         self._pinned = pinned

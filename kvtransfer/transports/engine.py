@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import selectors
 import signal
 import socket
 import sys
@@ -15,21 +16,19 @@ import time
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-import zmq
-
 from kvtransfer.sharing import NAME_BYTES, SharedMemory
 from kvtransfer.spans import SRC, from_bytes
 from kvtransfer.transports import BulkOptions, Event, Landed, Link, Lost
 from kvtransfer.transports.channel import REASON_BYTES, Channel, ChannelClosed, pack_event
+from kvtransfer.transports.connection import READ, Side
 from kvtransfer.transports.counters import Counters
-from kvtransfer.transports.frame import MAX_HEADER_BYTES, Hello
+from kvtransfer.transports.frame import MAX_HEADER_BYTES, STRAIGHT_BYTES, Hello
 from kvtransfer.transports.inbound import Inbound
 from kvtransfer.transports.jobs import Job
 from kvtransfer.transports.memory import CpuMemory, Memory, Rows, shared_rows
-from kvtransfer.transports.outbound import CHUNK_BYTES, CREDIT, Outbound
+from kvtransfer.transports.outbound import Outbound
+from kvtransfer.transports.port import Port
 from kvtransfer.transports.seal import TAG_BYTES, Seal
-from wire.curve import RefusedPeers, admit_members, be_server
-from wire.sockets import bind_port, notice_the_vanished, open_context
 
 START_S = 10.0
 _PLACES = 1024  # in one message, and MAX_SPANS more at most, of 16 bytes each: it has to fit channel.MAX_BYTES
@@ -57,24 +56,17 @@ class Engine:
         self._channel = channel
         self._events: list[list[Any]] = []
         self._places = 0  # in them
-        self._context = open_context()
-        self._context.set(zmq.IO_THREADS, max(1, -(-site.options.lanes // 2)))
-        if site.password:
-            admit_members(self._context, site.password)
-        self._poller = zmq.Poller()
-        self._poller.register(channel.fileno(), zmq.POLLIN)
-        largest = max(CHUNK_BYTES, *(row_bytes for _, row_bytes in site.rows.values())) + max(TAG_BYTES, MAX_HEADER_BYTES)
-        self._port = _bound_socket(self._context, largest)
-        self._poller.register(self._port, zmq.POLLIN)
-        self._counters = site.counters
-        self._refused = RefusedPeers(self._context, self._port) if be_server(self._port) else None
-        if self._refused is not None:
-            self._poller.register(self._refused.events, zmq.POLLIN)
-        self._inbound = Inbound(site.memory, site.rows, site.options.path, site.counters, self._emit)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(channel.fileno(), READ, None)
+        counters, memory = site.counters, site.memory
+        self._inbound = Inbound(memory, site.rows, site.options.path, counters, self._emit, self._obey)
+        largest = max(STRAIGHT_BYTES, *(row_bytes for _, row_bytes in site.rows.values())) + TAG_BYTES
+        side = Side(True, site.password, MAX_HEADER_BYTES, largest, self._inbound.begin, self._inbound.may_begin)
+        self._port = Port(side, self._selector, counters)
         self._outbound = Outbound(
-            self._context, self._poller, site.memory, _hello(site), site.options, site.counters, self._emit, self._report
+            self._selector, site.password, memory, _hello(site), site.options, counters, self._emit, self._report
         )
-        self._memory, self._host = site.memory, site.host
+        self._memory, self._host = memory, site.host
 
     def run(self) -> None:
         try:
@@ -87,16 +79,14 @@ class Engine:
         finally:
             self._inbound.close()
             self._outbound.close()
-            if self._refused is not None:
-                self._refused.close()
-            self._port.close(linger=0)
-            self._context.destroy(linger=0)
+            self._port.close()
+            self._selector.close()
             self._channel.close()
 
     def _listen(self) -> bool:
         try:
-            self._channel.send("bound", bind_port(self._port, self._host, 0))
-        except zmq.ZMQError as error:
+            self._channel.send("bound", self._port.listen(self._host))
+        except OSError as error:
             self._channel.send("failed", f"cannot listen on {self._host!r}: {error}")
             return False
         return True
@@ -112,17 +102,17 @@ class Engine:
 
     def _turn(self) -> None:
         """Waits until something can be done, and does a little of everything that can."""
-        wait_ms = 5 if self._channel.backlog else min(self._inbound.wait_ms(), self._outbound.wait_ms())
-        ready = {source for source, _ in self._poller.poll(wait_ms)}
-        now_s = time.monotonic()
+        wait_ms = 5 if self._channel.backlog else min(each.wait_ms() for each in (self._inbound, self._outbound, self._port))
+        ready = self._selector.select(wait_ms / 1000)
         self._obey()
-        if self._port in ready:
-            self._inbound.receive(self._port, self._obey)
-        if self._refused is not None and (self._refused.unsaid or self._refused.events in ready):
-            self._counters.add("refused_peers", self._refused.count() - self._counters.read()["refused_peers"])
-        self._inbound.settle(self._port, idle=not ready)
+        for key, events in ready:
+            if key.data is not None:
+                key.data(events)
+        now_s = time.monotonic()
+        self._inbound.settle(idle=not ready)
         self._inbound.tend(now_s)
-        self._outbound.turn(ready, now_s)
+        self._port.tend(now_s)
+        self._outbound.turn(now_s, idle=not ready)
         self._tell()
 
     def _obey(self) -> None:
@@ -169,15 +159,6 @@ def _hello(site: Site) -> Hello:
     if site.shared is None:
         return Hello(0, 0, 0, bytes(NAME_BYTES), site.rows)
     return Hello(os.getpid(), site.shared.fd, site.shared.size_bytes, site.shared.name, site.rows, site.path)
-
-
-def _bound_socket(context: zmq.Context[Any], max_frame_bytes: int) -> zmq.Socket[bytes]:
-    port: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-    port.setsockopt(zmq.LINGER, 0)
-    port.setsockopt(zmq.RCVHWM, 2 * CREDIT)  # of a peer's connection: it sends no more than its credit if it is one of ours
-    port.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)  # libzmq closes the connection of a peer that announces more
-    notice_the_vanished(port)
-    return port
 
 
 def main(channel_fd: int) -> None:

@@ -1,4 +1,4 @@
-"""The messages on a bulk connection, byte for byte. A sender's lane is a DEALER, a receiver's port a ROUTER.
+"""The messages on a bulk connection, byte for byte. To ZeroMQ a sender's lane is a DEALER, a receiver's port a ROUTER.
 
     HELLO    sender -> receiver   who I am, and where my memory is if you can map it
     WELCOME  receiver -> sender   which path it is to be, and why
@@ -8,14 +8,12 @@
     ACK      receiver -> sender   that chunk's bytes are in place, or why not
 
 Whatever changes here changes VERSION, with which a HELLO begins; OTHER, and the first four bytes of a HELLO, are the same for
-ever. Little-endian throughout. A chunk's spans fill its payload frames in order, and none lies across two: a large span is a
-frame by itself, straight out of the arena, and small ones share a frame that was packed.
+ever. Little-endian throughout. A chunk's spans fill its payload frames in order, and none lies across two.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.sharing import NAME_BYTES
@@ -24,6 +22,10 @@ from kvtransfer.transports import Key
 
 MAX_SPANS = 4096
 MAX_FRAMES = 64  # of payload in one chunk
+CHUNK_BYTES = 4 << 20  # of payload in one chunk at most, unless one span is larger
+STRAIGHT_BYTES = (
+    16 << 20
+)  # the same where it is read to its places at once and needs no buffer: each chunk costs Python a little
 PATHS = ("zeromq", "shm", "cuda_ipc")
 SPOKEN = {"zeromq": "ZeroMQ", "shm": "shared memory", "cuda_ipc": "CUDA IPC"}
 MAX_HANDLES_BYTES = 1024  # what leads to a device's memory
@@ -179,19 +181,3 @@ def unpack_ack(frame: bytes | memoryview) -> Ack:
     if magic != b"pdA2" or status not in (LANDED, LATE, REFUSED, CORRUPT):
         raise BadFrame("not an ack of this protocol")
     return Ack(number, status)
-
-
-def split_payload(spans: Spans, frames: Sequence[memoryview]) -> list[memoryview]:
-    """The bytes of each span (views). Raises BadFrame when spans and frames do not fit together."""
-    parts: list[memoryview] = []
-    used, at = 0, 0
-    for nbytes in spans[:, NBYTES].tolist():
-        if used < len(frames) and at == len(frames[used]):
-            used, at = used + 1, 0
-        if used == len(frames) or at + nbytes > len(frames[used]):
-            raise BadFrame("payload and spans differ in length")
-        parts.append(frames[used][at : at + nbytes])
-        at += nbytes
-    if used != len(frames) - 1 or at != len(frames[used]):
-        raise BadFrame("more payload than spans")
-    return parts

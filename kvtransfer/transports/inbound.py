@@ -6,23 +6,23 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-
-import numpy as np
-import zmq
+from typing import Any
 
 from kvtransfer.sharing import SharedMemory
-from kvtransfer.spans import Places, places_of, sources_of, spoken, strays
+from kvtransfer.spans import NBYTES, Places, num_bytes, places_of, sources_of, spoken, strays
 from kvtransfer.tombstones import Tombstones
 from kvtransfer.transports import Drained, Event, Key, Landed
+from kvtransfer.transports.connection import Connection, Incoming, Nothing, pieces, waste
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
+    CHUNK_BYTES,
     CORRUPT,
     LANDED,
     LATE,
-    MAX_FRAMES,
     REFUSED,
     SPOKEN,
     VERSION,
@@ -42,16 +42,14 @@ from kvtransfer.transports.frame import (
 from kvtransfer.transports.memory import CpuMemory, DeviceMemory, DevicePeer, Memory, Rows, shared_rows
 from kvtransfer.transports.seal import BrokenSeal, Seal
 from kvtransfer.transports.unpacker import Arrival, Copy
-from kvtransfer.transports.window import Window
+from kvtransfer.transports.window import Runs, Window
 
-_BURST = 4  # messages taken before sending gets its turn
 _MOST_LANDINGS = 16  # under way: with a chunk's bytes, what peers cost that keep to no credit
 _MOST_EARLY = 32  # chunks for memory that is still read: what a sender of eight connections has under way
 _STILL_READ_MS = 1  # to look again whether it is
 _REMEMBERED = 4096  # closed windows: what is under way when one closes comes soon after
 _MAX_MAPPED = 64  # arenas of living peers; one more travels over the network path
 _LOOK_S = 1.0  # how often it is seen to that the owners of mapped arenas still live
-_SCRATCH_BYTES = 4 << 20
 _WARN_EVERY_S = 60.0
 _log = logging.getLogger("kvtransfer")
 
@@ -71,54 +69,95 @@ class _Mapped:
 
 
 @dataclass(slots=True, eq=False)
+class _Coming:
+    """See `Incoming`: a chunk. `status`: what is wrong with it, once that is known."""
+
+    inbound: Inbound
+    connection: Connection
+    chunk: Chunk
+    window: Window | None = None
+    arrival: Arrival | None = None  # None: its bytes are not wanted
+    ground: Runs | None = None  # that it is read to
+    status: int | None = None
+
+    def room(self, nbytes: int, more: bool) -> Iterable[Any]:
+        if self.arrival is not None:
+            try:
+                return self.arrival.room(nbytes, more)
+            except Exception as error:
+                self.inbound.spoil(self, error)
+        return waste(nbytes)
+
+    def came(self, view: Any) -> None:
+        if self.arrival is not None:
+            self.arrival.came(view)
+
+    def end(self) -> None:
+        self.inbound.ended(self)
+
+    def lost(self) -> None:
+        self.inbound.drop(self)
+
+
+@dataclass(slots=True, eq=False)
 class _Landing:
     """A chunk whose bytes are being copied: who sent it, on whichever connections, is answered when they are there."""
 
     wanted: Places
     window: Window
     copy: Copy
-    identities: list[bytes]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Early:
-    """A chunk for memory that our device is not done with: what came, from whom, and its window."""
-
-    frames: list[memoryview]
-    identity: zmq.Frame
-    key: Key
-    window: Window
+    senders: list[Connection] = field(default_factory=list)
 
 
 class Inbound:
-    """`path` is what this side agrees to: "auto" for any, or one of PATHS."""
+    """`path` is what this side agrees to: "auto" for any, or one of PATHS. `before_landing` brings the windows up to date: what
+    is received may have been granted a moment ago."""
 
-    def __init__(self, memory: Memory, rows: Rows, path: str, counters: Counters, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        rows: Rows,
+        path: str,
+        counters: Counters,
+        emit: Callable[[Event], None],
+        before_landing: Callable[[], None] = lambda: None,
+    ) -> None:
         self._memory = memory
         self._rows = rows
+        self._buffer_bytes = max(CHUNK_BYTES, *(row_bytes for _, row_bytes in rows.values()))
         self._path = path
         self._counters = counters
         self._emit = emit
+        self._before_landing = before_landing
         self._windows: dict[Key, Window] = {}
         self._revoked = Tombstones(_REMEMBERED)
         self._mapped: dict[bytes, _Mapped] = {}  # by the memory's name
         self._looked_s = 0.0
         self._landings: deque[_Landing] = deque()  # in the order in which they end
-        self._early: deque[_Early] = deque()
+        self._coming: dict[tuple[Key, int], _Coming] = {}  # to their places, by number
+        self._early: deque[_Coming] = deque()  # for memory that our device is not done with
         self._draining: list[Key] = []  # revoked, while something is copied for them
         self._warned_s = -math.inf
-        self._scratch = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
 
     def expect(self, key: Key, slot: int, pages: Sequence[int], mark: int, secret: bytes) -> None:
+        self._leave_alone(key)
         self._windows[key] = Window(slot, pages, self._rows, mark, Seal(secret) if secret else None)
 
     def revoke(self, key: Key) -> None:
+        self._leave_alone(key)
         if self._windows.pop(key, None) is not None:
             self._revoked.add(key)
         if any(landing.copy.chunk.key == key for landing in self._landings):
             self._draining.append(key)
         else:
             self._emit(Drained(key))
+
+    def _leave_alone(self, key: Key) -> None:
+        """What comes for it is not read to its memory any more."""
+        for coming in [each for each in self._coming.values() if each.chunk.key == key]:
+            coming.status = LATE
+            coming.connection.divert()
+            self.drop(coming)
 
     def tend(self, now_s: float) -> None:
         """Lets go of the arenas of processes that are gone."""
@@ -134,97 +173,164 @@ class Inbound:
             return _STILL_READ_MS
         return int(_LOOK_S * 1000) if self._mapped else 10_000
 
-    def settle(self, socket: zmq.Socket[bytes], idle: bool) -> None:
+    def settle(self, idle: bool) -> None:
         """Answers the copies that are over; when there is nothing else to do, it waits for one. While the engine looks after
         one chunk, those behind it are copied."""
-        self._take_up(socket)
+        self._take_up()
         while self._landings and (idle or self._landings[0].copy.begun.over()):
             idle = False
             landing = self._landings.popleft()
             answer = pack_ack(Ack(landing.copy.chunk.number, self._end(landing)))
-            for identity in landing.identities:
-                socket.send_multipart([identity, answer], zmq.NOBLOCK)
+            for sender in landing.senders:
+                sender.send(answer)
             landing_keys = {other.copy.chunk.key for other in self._landings}
             for key in [key for key in self._draining if key not in landing_keys]:
                 self._draining.remove(key)
                 self._emit(Drained(key))
 
-    def _take_up(self, socket: zmq.Socket[bytes]) -> None:
+    def _take_up(self) -> None:
         """The chunks whose memory is free by now, as if they came now: begun before, they would hold up what is copied behind
         them."""
         for _ in range(min(len(self._early), _MOST_LANDINGS - len(self._landings))):
-            early = self._early.popleft()
-            if self._windows.get(early.key) is early.window and not self._memory.reached(early.window.mark):
-                self._early.append(early)
-            else:
-                self._reply(socket, early.frames, early.identity)
+            self.ended(self._early.popleft())
 
     def close(self) -> None:
         """Waits for what is still written."""
         while self._landings:
             self._end(self._landings.popleft())
 
-    def receive(self, socket: zmq.Socket[bytes], before_landing: Callable[[], None]) -> None:
-        """Takes the messages that are here now, a few at most. A bad one is counted, dropped, and answered so that an
-        honest sender of it need not wait. `before_landing` brings the windows up to date: what is received may have been
-        granted a moment ago."""
-        for _ in range(_BURST):
-            if len(self._landings) >= _MOST_LANDINGS:
-                self.settle(socket, idle=True)
-            if len(self._early) >= _MOST_EARLY:  # what else came waits in the socket
-                time.sleep(_STILL_READ_MS / 1000)
-                return
-            try:
-                identity, *frames = _message(socket)
-            except zmq.Again:
-                return
-            before_landing()
-            self._reply(socket, [frame.buffer for frame in frames], identity)
+    def may_begin(self) -> bool:
+        """Whether there is room for a chunk more; otherwise it waits in its connection."""
+        return len(self._landings) < _MOST_LANDINGS and len(self._early) < _MOST_EARLY
 
-    def _reply(self, socket: zmq.Socket[bytes], frames: list[memoryview], identity: zmq.Frame) -> None:
-        reply = self._answer(frames, identity)
-        if reply:
-            socket.send_multipart([identity.bytes, reply], zmq.NOBLOCK)
-
-    def _answer(self, frames: list[memoryview], identity: zmq.Frame) -> bytes:
-        """The reply to one message, b"" when it deserves none, or not yet."""
-        header = bytes(frames[0]) if frames else b""
+    def begin(self, connection: Connection, header: bytes, more: bool) -> Incoming:
+        """A message comes. A bad one is counted, dropped, and answered once it is over, so that an honest sender of it need not
+        wait."""
+        self._before_landing()
         try:
             version = version_of(header)
-            if version == VERSION:
-                welcome = self._welcome(unpack_hello(header))
-                return pack_welcome(replace(welcome, device=isinstance(self._memory, DeviceMemory)))
             if version:
-                return self._turn_away(version, identity)
+                return Nothing(partial(connection.send, self._greet(version, header, connection)))
             chunk = unpack_chunk(header)
         except BadFrame:
             self._counters.add("bad_frames")
-            return b""
+            return Nothing()
+        coming = _Coming(self, connection, chunk)
         try:
-            if len(frames) > 1 + MAX_FRAMES:
-                raise BadFrame(f"{len(frames) - 1} frames of payload")
-            if chunk.probe:
-                status: int | None = self._probe(chunk, frames[1:])
-            elif (window := self._windows.get(chunk.key)) is not None and not self._memory.reached(window.mark):
-                self._early.append(_Early(frames, identity, chunk.key, window))
-                status = None
-            else:
-                status = self._land(chunk, header, frames[1:], identity.bytes)
-        except BadFrame as error:
-            self._counters.add("bad_frames")
-            status = CORRUPT if isinstance(error, BrokenSeal) else REFUSED
-        except Exception:  # a device fault, no memory: it costs this hand-off, whose sender must not wait for an answer
-            _log.exception("a chunk of hand-off %s cannot be landed", chunk.key)
-            status = REFUSED
-        return b"" if status is None else pack_ack(Ack(chunk.number, status))
+            self._admit(coming, header)
+        except Exception as error:
+            self.spoil(coming, error)
+        return coming
 
-    def _turn_away(self, version: bytes, identity: zmq.Frame) -> bytes:
+    def _greet(self, version: bytes, header: bytes, connection: Connection) -> bytes:
+        if version != VERSION:
+            return self._turn_away(version, connection)
+        welcome = self._welcome(unpack_hello(header))
+        return pack_welcome(replace(welcome, device=isinstance(self._memory, DeviceMemory)))
+
+    def _admit(self, coming: _Coming, header: bytes) -> None:
+        """Finds out where the bytes of a chunk are to go, if they are wanted. Raises BadFrame."""
+        chunk = coming.chunk
+        other = self._coming.get((chunk.key, chunk.number))
+        if other is not None:  # its connection is broken, and we do not know yet
+            self._counters.add("repeated_frames")
+            other.status = LATE
+            other.connection.divert()
+            self.drop(other)
+        window = self._windows.get(chunk.key)
+        if chunk.probe or window is None or chunk.number in window.numbers:
+            return
+        arrival, ground = Arrival(chunk, window.seal, header, self._memory), window.claim(places_of(chunk.spans))
+        if not (arrival.straight or chunk.memory_name) and num_bytes(chunk.spans) > self._buffer_bytes:
+            raise BadFrame(f"{num_bytes(chunk.spans)} bytes in one chunk")
+        coming.window, coming.arrival = window, arrival
+        if arrival.straight:
+            window.land(chunk.number, ground)  # now: nobody else may write there meanwhile
+            coming.ground = ground
+            self._coming[chunk.key, chunk.number] = coming
+
+    def spoil(self, coming: _Coming, error: Exception) -> None:
+        """Something is wrong with a chunk: it costs its hand-off, whose sender must not wait for an answer."""
+        self.drop(coming)
+        coming.arrival, coming.status = None, REFUSED
+        if isinstance(error, BadFrame):
+            self._counters.add("bad_frames")
+            coming.status = CORRUPT if isinstance(error, BrokenSeal) else REFUSED
+        else:  # a device fault, no memory
+            _log.error("a chunk of hand-off %s cannot be landed", coming.chunk.key, exc_info=error)
+
+    def drop(self, coming: _Coming) -> None:
+        """No byte of it is read to its place any more."""
+        if coming.ground is not None and coming.window is not None:
+            coming.window.give_back(coming.chunk.number, coming.ground)
+            coming.ground = None
+            del self._coming[coming.chunk.key, coming.chunk.number]
+
+    def ended(self, coming: _Coming) -> None:
+        """All of a chunk is here: answers it, if that can be done now."""
+        if coming.status is None:
+            try:
+                coming.status = self._finish(coming)
+            except Exception as error:
+                self.spoil(coming, error)
+        elif coming.status == LATE:
+            self._counters.add("late_frames")
+        if coming.status is not None:
+            coming.connection.send(pack_ack(Ack(coming.chunk.number, coming.status)))
+
+    def _finish(self, coming: _Coming) -> int | None:
+        """What becomes of a chunk; None when that is not known yet. Raises BadFrame, and what a device raises."""
+        chunk, arrival = coming.chunk, coming.arrival
+        if chunk.probe:
+            return self._probe(chunk)
+        for landing in self._landings:
+            if (landing.copy.chunk.key, landing.copy.chunk.number) == (chunk.key, chunk.number):
+                self._counters.add("repeated_frames")
+                landing.senders.append(coming.connection)
+                return None
+        window = self._windows.get(chunk.key)
+        if window is None or (arrival is not None and window is not coming.window):
+            if window is None and chunk.key not in self._revoked:
+                raise BadFrame(f"nothing is expected of {chunk.key}")
+            self._counters.add("late_frames")
+            return LATE
+        if arrival is not None and coming.ground is not None:
+            return self._arrived(coming, arrival)
+        if chunk.number in window.numbers:  # sent again because our answer was lost
+            self._counters.add("repeated_frames")
+            return LANDED
+        if arrival is None:
+            raise BadFrame("its bytes were not wanted when they came")
+        arrival.check_whole()
+        if not self._memory.reached(window.mark):
+            self._early.append(coming)
+            return None
+        self._land(coming, arrival, window)
+        return None
+
+    def _arrived(self, coming: _Coming, arrival: Arrival) -> int:
+        """A chunk that was read to its places."""
+        arrival.check_whole()
+        coming.ground = None
+        del self._coming[coming.chunk.key, coming.chunk.number]
+        self._emit(Landed(coming.chunk.key, places_of(coming.chunk.spans), arrival.digest()))
+        return LANDED
+
+    def _land(self, coming: _Coming, arrival: Arrival, window: Window) -> None:
+        """Begins to copy a chunk to its places."""
+        chunk, wanted = coming.chunk, places_of(coming.chunk.spans)
+        ground = window.claim(wanted)
+        copy = arrival.begin(self._source(chunk) if chunk.memory_name else None, window.mark)
+        window.land(chunk.number, ground)  # now: nobody else may write there meanwhile
+        self._landings.append(_Landing(wanted, window, copy, [coming.connection]))
+
+    def _turn_away(self, version: bytes, connection: Connection) -> bytes:
         """A sender of another version is told so, instead of leaving it to wait for a WELCOME."""
         self._counters.add("bad_frames")
         now_s = time.monotonic()
         if now_s - self._warned_s >= _WARN_EVERY_S:  # it greets again and again
             self._warned_s = now_s
-            _log.warning("no KV is taken from a sender at %s: it speaks %s", identity.get("Peer-Address"), versions(version))
+            _log.warning("no KV is taken from a sender at %s: it speaks %s", connection.host, versions(version))
         return pack_other()
 
     def _welcome(self, hello: Hello) -> Welcome:
@@ -263,47 +369,18 @@ class Inbound:
         for name in [name for name, mapped in self._mapped.items() if not mapped.owned]:
             del self._mapped[name]
 
-    def _probe(self, chunk: Chunk, frames: list[memoryview]) -> int:
-        """A copy as good as any, to memory that is nobody's."""
-        if not chunk.memory_name:
-            parts = [np.frombuffer(frame, dtype=np.uint8) for frame in frames]
-        elif isinstance(memory := self._source(chunk), CpuMemory):
-            parts = [memory.direct(source) for source in sources_of(chunk.spans).tolist()]
-        else:
-            assert isinstance(self._memory, DeviceMemory)
-            self._memory.read(memory, sources_of(chunk.spans))
-            return LANDED
-        for part in parts:
-            room = self._scratch[: len(part)]
-            room[:] = part[: len(room)]
-        return LANDED
-
-    def _land(self, chunk: Chunk, header: bytes, frames: list[memoryview], identity: bytes) -> int | None:
-        """What becomes of a chunk; None when that is not known yet."""
-        for landing in self._landings:
-            if (landing.copy.chunk.key, landing.copy.chunk.number) == (chunk.key, chunk.number):
-                self._counters.add("repeated_frames")
-                landing.identities.append(identity)
-                return None
-        window = self._windows.get(chunk.key)
-        if window is None:
-            if chunk.key not in self._revoked:
-                raise BadFrame(f"nothing is expected of {chunk.key}")
-            self._counters.add("late_frames")
-            return LATE
-        if chunk.number in window.numbers:  # sent again because our answer was lost
-            self._counters.add("repeated_frames")
-            return LANDED
-        wanted = places_of(chunk.spans)
-        ground = window.claim(wanted)
-        arrival, source = Arrival(chunk, window.seal, header, frames), None
+    def _probe(self, chunk: Chunk) -> int:
+        """Bytes that came along have been read to nowhere; others are now."""
         if chunk.memory_name:
-            arrival.check_reference()
-            source = self._source(chunk)
-        copy = arrival.begin(self._memory, source, window.mark)
-        window.land(chunk.number, ground)  # now: nobody else may write there meanwhile
-        self._landings.append(_Landing(wanted, window, copy, [identity]))
-        return None
+            memory, sources = self._source(chunk), sources_of(chunk.spans)
+            if isinstance(memory, CpuMemory):
+                for source in sources.tolist():
+                    for view, room in zip(pieces(memory.direct(source)), waste(source[NBYTES]), strict=True):
+                        room[:] = view
+            else:
+                assert isinstance(self._memory, DeviceMemory)
+                self._memory.read(memory, sources)
+        return LANDED
 
     def _end(self, landing: _Landing) -> int:
         """Of one whose copy is over, or is waited for: what is answered."""
@@ -327,18 +404,6 @@ class Inbound:
         if outside.any():
             raise BadFrame(f"{spoken(sources[outside][0])} is not inside the sender's memory")
         return mapped.memory
-
-
-def _message(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """The next one, behind who sent it; of what has too many frames for a chunk, no more than show that. Raises zmq.Again."""
-    frames = [socket.recv(zmq.NOBLOCK, copy=False)]
-    more = frames[0].more
-    while more:
-        frame = socket.recv(zmq.NOBLOCK, copy=False)
-        more = frame.more
-        if len(frames) < MAX_FRAMES + 3:
-            frames.append(frame)
-    return frames
 
 
 def _process_start(pid: int) -> str:

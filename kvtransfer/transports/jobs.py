@@ -50,7 +50,7 @@ class Piece:
     made: Callable[[], int] = lambda: 0  # waits for the digest
     digest: int = 0
     landed: bool = False
-    trackers: list[Any] = field(default_factory=list)  # of frames in libzmq, and of copies for connections that are gone
+    trackers: list[Any] = field(default_factory=list)  # of its messages, and of copies for connections that are gone
 
 
 class Jobs:
@@ -89,7 +89,7 @@ class Jobs:
         queue = self._queues.get(peer)
         return None if self._again.get(peer) or not queue else queue[0].mark
 
-    def next_piece(self, peer: str, chunk_bytes: int) -> Piece | None:
+    def next_piece(self, peer: str, chunk_bytes: Callable[[Job], int]) -> Piece | None:
         """The next chunk for `peer`: as many spans of its first job as fit, one at least."""
         again = self._again.get(peer)
         while again:
@@ -103,7 +103,7 @@ class Jobs:
             return None
         job = queue[0]
         begin = int(job.ends[job.cut - 1]) if job.cut else 0
-        fitting = int(job.ends.searchsorted(begin + chunk_bytes, side="right"))
+        fitting = int(job.ends.searchsorted(begin + chunk_bytes(job), side="right"))
         end = min(max(fitting, job.cut + 1), job.cut + MAX_SPANS)
         piece = Piece(job, next(self._numbers), job.spans[job.cut : end], int(job.ends[end - 1]) - begin)
         job.cut = end
@@ -124,7 +124,7 @@ class Jobs:
         self.release(piece)
 
     def release(self, piece: Piece) -> None:
-        """`piece` is over: as soon as libzmq has no frame of it any more, our memory is not read for it."""
+        """`piece` is over: as soon as no connection has bytes of it any more, our memory is not read for it."""
         self._closing.append(piece)
         self.settle()
 

@@ -9,22 +9,23 @@ acknowledged goes out again: the receiver knows each chunk by its number.
 
 from __future__ import annotations
 
-import struct
+import selectors
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
-from typing import Any
 
 import numpy as np
-import zmq
 
 from kvtransfer.spans import PAGE
 from kvtransfer.transports import BulkOptions, Event, Key, Link
+from kvtransfer.transports.connection import Connection, Nothing, Part, Side
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
+    CHUNK_BYTES,
     CORRUPT,
     LANDED,
     LATE,
@@ -32,6 +33,7 @@ from kvtransfer.transports.frame import (
     OTHER,
     REFUSED,
     SPOKEN,
+    STRAIGHT_BYTES,
     BadFrame,
     Chunk,
     Hello,
@@ -43,24 +45,19 @@ from kvtransfer.transports.frame import (
     versions,
 )  # fmt: skip
 from kvtransfer.transports.jobs import Job, Jobs, Piece
-from kvtransfer.transports.memory import DeviceMemory, Memory
+from kvtransfer.transports.memory import CpuMemory, DeviceMemory, Memory
 from kvtransfer.transports.packer import Packer, Parcel
 
-CHUNK_BYTES = 4 << 20  # payload of one chunk at most, unless one span is larger: less costs wake-ups, more cache
 FETCH_BYTES = {"shm": 16 << 20, "cuda_ipc": 128 << 20}  # the same where nothing but headers is on the wire: about 3 ms each
-CREDIT = 4  # chunks under way on one connection: with CHUNK_BYTES, what a peer that does not read costs
+CREDIT = 4  # chunks under way on one connection: with CHUNK_BYTES, the buffers that a peer that does not read costs
 PROBE_BYTES = 16 << 20
 IDLE_S = 300.0  # an unused connection is closed: decode workers come and go
 RETEST_S = 5.0  # a peer that was too slow is tested again after so long
 GREET_AGAIN_S = 0.1  # a peer whose connection breaks is greeted again, so long after the last time at the earliest
-RECONNECT_MS = 50  # libzmq's first wait before it connects again
+CONNECT_S = 2.0  # without an answer, then it is tried afresh: TCP waits twice as long each time
 COMPUTING_MS = 1  # to look again whether what is to be sent has been computed
-CLOSING_MS = 1  # and whether libzmq is done with what has been answered
-_ACKS = 64  # read in one go
-_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # as numbers: joining enums takes as long as a small send
-_TURNED_AWAY = {int(zmq.EVENT_HANDSHAKE_FAILED_AUTH), int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)}
-_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)  # one has a password, the other asks for none
-_EVENT = struct.Struct("<HI")  # zmq_socket_monitor(3)
+CLOSING_MS = 1  # and whether nobody reads any more what has been answered
+GREETING_MS = 50  # and whether the other end's name is known
 _REFUSALS = {
     LATE: "has closed the window",
     REFUSED: "refuses the bytes",
@@ -72,8 +69,7 @@ _REFUSALS = {
 class Lane:
     """One connection, what is to go out on it, and what is under way (None: a probe), by chunk number."""
 
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
+    connection: Connection
     parcels: dict[int, Parcel] = field(default_factory=dict)
     under_way: dict[int, Piece | None] = field(default_factory=dict)
     moved_s: float = 0.0  # when its oldest chunk was answered, or it had none
@@ -110,8 +106,8 @@ class Outbound:
 
     def __init__(
         self,
-        context: zmq.Context[Any],
-        poller: zmq.Poller,
+        selector: selectors.BaseSelector,
+        password: bytes,
         memory: Memory,
         hello: Hello,
         options: BulkOptions,
@@ -119,8 +115,8 @@ class Outbound:
         emit: Callable[[Event], None],
         report: Callable[[str, Link | None], None],
     ) -> None:
-        self._context = context
-        self._poller = poller
+        self._selector = selector
+        self._password = password
         self._memory = memory
         self._packer = Packer(memory)
         self._hello = hello if options.path != "zeromq" else replace(hello, fd=0)
@@ -138,25 +134,28 @@ class Outbound:
     def cancel(self, key: Key) -> None:
         self._jobs.cancel(key)
 
-    def turn(self, ready: set[Any], now_s: float) -> None:
-        """Reads what peers say, begins what they have credit for, a chunk per connection, and sends what is copied; when there
-        is nothing else to do, it waits for one copy."""
+    def turn(self, now_s: float, idle: bool) -> None:
+        """Begins what peers have credit for, a chunk per connection, and sends what is copied; when there is nothing else to
+        do (`idle`), it waits for one copy."""
         for peer in list(self._peers.values()):
-            events = {_event(lane) for lane in peer.lanes if lane.monitor in ready}
-            peer.broken |= zmq.EVENT_DISCONNECTED in events
-            if events & _TURNED_AWAY:
-                self._shut_out(peer, now_s)
-            elif peer.broken and now_s - peer.greeted_s >= GREET_AGAIN_S:
-                self._reconnect(peer, now_s)
-            for lane in peer.lanes:
-                if lane.socket in ready:
-                    self._listen(peer, lane, now_s)
+            self._look_after(peer, now_s)
         copying = len(self._parcels)
         for address in self._jobs.peers():
             self._serve(address, now_s)
-        self._send_parcels(idle=not ready and len(self._parcels) == copying)
+        self._send_parcels(idle=idle and len(self._parcels) == copying)
         self._expire(now_s)
         self._jobs.settle()
+
+    def _look_after(self, peer: Peer, now_s: float) -> None:
+        for lane in peer.lanes:
+            lane.connection.tend()
+            if not lane.connection.up and now_s - peer.greeted_s >= CONNECT_S:
+                lane.connection.close("it does not answer")
+        peer.broken |= any(lane.connection.broken for lane in peer.lanes)
+        if any(lane.connection.turned_away for lane in peer.lanes):
+            self._shut_out(peer, now_s)
+        elif peer.broken and now_s - peer.greeted_s >= GREET_AGAIN_S:
+            self._reconnect(peer, now_s)
 
     def wait_ms(self) -> int:
         """How long the engine may sleep: 0 when something could be sent now, or is being copied."""
@@ -167,6 +166,8 @@ class Outbound:
             return 0 if any(map(self._computed, open_peers)) else COMPUTING_MS
         if self._jobs.closing:
             return CLOSING_MS
+        if any(not lane.connection.up for peer in self._peers.values() for lane in peer.lanes):
+            return GREETING_MS
         return 250 if self._jobs.peers() or any(peer.busy for peer in self._peers.values()) else 10_000
 
     def close(self) -> None:
@@ -195,13 +196,12 @@ class Outbound:
     def _greet(self, peer: Peer, now_s: float) -> None:
         peer.path, peer.moved_s, peer.greeted_s, peer.broken = "", now_s, now_s, False
         try:
-            peer.lanes = [self._connect(peer.address)]
-        except zmq.ZMQError as error:
+            peer.lanes = [self._connect(peer)]
+        except ValueError as error:
             self._jobs.lose_peer(peer.address, f"cannot connect to {peer.address!r}: {error}")
             self._forget(peer)
-            return
-        with suppress(zmq.Again):  # it has been turned away already: its monitor says so
-            peer.lanes[0].socket.send(pack_hello(self._hello), _LAST)
+        else:
+            peer.lanes[0].connection.send(pack_hello(self._hello))
 
     def _welcomed(self, peer: Peer, frame: bytes, now_s: float) -> None:
         welcome = unpack_welcome(frame)
@@ -215,7 +215,7 @@ class Outbound:
             self._tested(peer, link, now_s)
             return
         lanes = self._options.lanes if peer.path == "zeromq" else 1
-        peer.lanes += [self._connect(peer.address) for _ in range(lanes - 1)]
+        peer.lanes += [self._connect(peer) for _ in range(lanes - 1)]
         if peer.link is None or peer.link.path != peer.path or not peer.link.usable:
             self._test(peer, now_s)
 
@@ -226,7 +226,7 @@ class Outbound:
         self._tested(peer, Link("", 0.0, f"{peer.address} speaks {versions(theirs)}", False), now_s)
 
     def _shut_out(self, peer: Peer, now_s: float) -> None:
-        """libzmq does not connect again."""
+        """It would be the same again."""
         self._drop_lanes(peer)
         who = f"{peer.address} and we turn each other away: give both the same --cluster-key, or neither one"
         self._tested(peer, Link("", 0.0, who, False), now_s)
@@ -245,9 +245,8 @@ class Outbound:
         for _ in range(rounds):
             for lane in peer.lanes:
                 chunk = Chunk((0, 0), next(self._numbers), spans, name, probe=True)
-                payload: list[Any] = [] if name else [data] * pages
-                with suppress(zmq.Again):  # as for a HELLO
-                    lane.socket.send_multipart([pack_chunk(chunk), *payload], _LAST, copy=False)
+                payload: list[list[Part]] = [] if name else [[(data, None)]] * pages
+                lane.connection.send(pack_chunk(chunk), payload)
                 lane.under_way[chunk.number] = None
         peer.probes_left = rounds * len(peer.lanes)
         peer.probe_bytes = peer.probes_left * row_bytes * pages
@@ -290,9 +289,7 @@ class Outbound:
 
     def _drop_lanes(self, peer: Peer) -> None:
         for lane in peer.lanes:
-            self._poller.unregister(lane.socket)
-            self._poller.unregister(lane.monitor)
-            close_lane(lane)
+            lane.connection.close()
             for piece in lane.under_way.values():
                 if piece is not None:
                     self._jobs.send_again(piece)
@@ -307,6 +304,11 @@ class Outbound:
     def _name(self, peer: Peer) -> bytes:
         """Of the memory that a peer fetches from; b"" when bytes are sent to it."""
         return b"" if peer.path == "zeromq" else self._hello.memory_name
+
+    def _chunk_bytes(self, peer: Peer, job: Job) -> int:
+        """Of a chunk at most, unless one span is larger."""
+        straight = isinstance(self._memory, CpuMemory) and not peer.device and job.seal is None
+        return FETCH_BYTES.get(peer.path) or (STRAIGHT_BYTES if straight else CHUNK_BYTES)
 
     def _can_send(self, peer: Peer) -> bool:
         tested = peer.link is not None and peer.link.usable and peer.path and not peer.broken
@@ -324,7 +326,7 @@ class Outbound:
             if lane.credit == CREDIT:
                 lane.moved_s = now_s
             if lane.credit > 0 and self._computed(peer):
-                piece = self._jobs.next_piece(peer.address, FETCH_BYTES.get(peer.path, CHUNK_BYTES))
+                piece = self._jobs.next_piece(peer.address, partial(self._chunk_bytes, peer))
                 if piece is None:
                     return
                 try:
@@ -338,7 +340,7 @@ class Outbound:
 
     def _parcel(self, peer: Peer, piece: Piece) -> Parcel:
         name = self._name(peer)
-        if not name and piece.num_bytes > CHUNK_BYTES and len(piece.spans) > 1:  # it would break every connection it goes over
+        if piece.num_bytes > self._chunk_bytes(peer, piece.job) and len(piece.spans) > 1:
             raise ValueError("its peer has changed the path meanwhile, and this one takes smaller chunks")
         if piece.sums is None:  # anybody may welcome us the next time: a nonce under two headers would give the seal away
             piece.sums, piece.fetched = peer.device or isinstance(self._memory, DeviceMemory), bool(name)
@@ -364,7 +366,7 @@ class Outbound:
     def _send(self, lane: Lane, parcel: Parcel) -> None:
         piece = parcel.piece
         frames, begin_digest = parcel.pack()
-        piece.trackers += _send_frames(lane.socket, parcel.header, frames)
+        piece.trackers.append(lane.connection.send(parcel.header, frames))
         lane.under_way[piece.number] = piece
         self._counters.add("chunks_sent")
         piece.made = begin_digest()
@@ -375,24 +377,19 @@ class Outbound:
 
     # --- what peers say
 
-    def _listen(self, peer: Peer, lane: Lane, now_s: float) -> None:
-        for _ in range(_ACKS):
-            try:
-                frames = lane.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                frame = frames[0]
-                if frame.startswith(b"pdW2"):
-                    self._welcomed(peer, frame, now_s)
-                elif frame.startswith(OTHER):
-                    self._turned_away(peer, frame, now_s)
-                else:
-                    self._acked(peer, lane, frame, now_s)
-            except BadFrame:
-                self._counters.add("bad_frames")
-            if not peer.lanes:
-                return
+    def _hear(self, peer: Peer, lane: Lane, frame: bytes) -> None:
+        if lane not in peer.lanes:
+            return
+        now_s = time.monotonic()
+        try:
+            if frame.startswith(b"pdW2"):
+                self._welcomed(peer, frame, now_s)
+            elif frame.startswith(OTHER):
+                self._turned_away(peer, frame, now_s)
+            else:
+                self._acked(peer, lane, frame, now_s)
+        except BadFrame:
+            self._counters.add("bad_frames")
 
     def _acked(self, peer: Peer, lane: Lane, frame: bytes, now_s: float) -> None:
         ack = unpack_ack(frame)
@@ -430,46 +427,13 @@ class Outbound:
         slow = f"{peer.address} takes {rate:.2f} GB/s over {peer.path}, the floor is {floor:g} GB/s"
         self._tested(peer, Link(peer.path, rate, peer.why if rate >= floor else slow, rate >= floor), now_s)
 
-    def _connect(self, address: str) -> Lane:
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.SNDHWM, 4 * CREDIT)  # never reached: credit comes first
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)  # libzmq closes the connection of a peer that announces more
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | sum(_TURNED_AWAY))
-        try:
-            socket.connect(address)
-        except zmq.ZMQError:
-            socket.disable_monitor()
-            socket.close(linger=0)
-            raise
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
-        return Lane(socket, monitor)
+    def _connect(self, peer: Peer) -> Lane:
+        """Raises ValueError for an address that is none."""
 
+        def begin(_: Connection, frame: bytes, more: bool) -> Nothing:
+            return Nothing(partial(self._hear, peer, lane, frame))
 
-def _send_frames(socket: zmq.Socket[bytes], header: bytes, frames: Sequence[Any]) -> list[Any]:
-    """One message; gives what tracks each of its frames, since libzmq is not done with them in any order when a connection
-    breaks. (pyzmq's `send_multipart` tracks the last alone.)"""
-    last = len(frames)
-    socket.send(header, _MORE if last else _LAST)
-    return [socket.send(frame, _MORE if i < last else _LAST, copy=False, track=True) for i, frame in enumerate(frames, 1)]
-
-
-def close_lane(lane: Lane) -> None:
-    """Whatever its peer does meanwhile. libzmq 4.3.5 ends the process when a connection breaks while its socket is being closed
-    without lingering, with a part of a message sent; when it lingers less than it takes to reconnect, nothing more is sent."""
-    lane.socket.disable_monitor()
-    lane.monitor.close(linger=0)
-    lane.socket.close(linger=RECONNECT_MS // 2)
-
-
-def _event(lane: Lane) -> int:
-    """What became of the connection: `EVENT_DISCONNECTED`, one of `_TURNED_AWAY`, or 0 for what does not matter."""
-    try:
-        what, _ = lane.monitor.recv_multipart(zmq.NOBLOCK)
-    except zmq.Again:
-        return 0
-    event, value = _EVENT.unpack(what)
-    return 0 if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value != _MISMATCH else int(event)
+        side = Side(False, self._password, MAX_REPLY_BYTES, MAX_REPLY_BYTES, begin)
+        lane = Lane(Connection(side, self._selector))
+        lane.connection.connect(peer.address)
+        return lane

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from kvtransfer.digest import chunk_digest, combine, span_digest
-from kvtransfer.spans import NBYTES, Place, Spans, num_bytes, places_of, sources_of
+from kvtransfer.digest import SpanDigests, chunk_digest, combine, span_digest
+from kvtransfer.spans import NBYTES, Places, Spans, places_of, sources_of
 from kvtransfer.transports import Key
+from kvtransfer.transports.connection import Part
 from kvtransfer.transports.jobs import Piece
 from kvtransfer.transports.memory import Begun, Bytes, CpuMemory, DeviceMemory, Memory, Task
 from kvtransfer.transports.seal import NO_PAYLOAD, Seal, tag_digest
 from kvtransfer.transports.sums import HostSums
 
-DIRECT_BYTES = 128 << 10  # a span from this size on is a frame by itself; below, packing is cheaper than a frame
-Group = tuple[Spans, Bytes]  # spans, and their bytes one after the other
-Digest = Callable[[], int]  # waits for it: it is made while the bytes are on their way
-Packed = tuple[Sequence[Bytes | bytearray], Callable[[], Digest]]  # a chunk's frames; what begins its digest once they are sent
+DIRECT_BYTES = 128 << 10  # a span from this size on is a frame by itself; below, spans share one
+Digest = Callable[[], int]  # waits for it
+Packed = tuple[Sequence[Sequence[Part]], Callable[[], Digest]]  # a chunk's frames; what begins its digest once they are sent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,10 +61,10 @@ class Packer:
 
     def _reference(self, piece: Piece, header: bytes, sums: bool) -> Packed:
         job, spans = piece.job, piece.spans
-        frames = [] if job.seal is None else [job.seal.close(piece.number, NO_PAYLOAD, b"", header)]
+        frames = [] if job.seal is None else [[(job.seal.close(piece.number, NO_PAYLOAD, b"", header), None)]]
         if isinstance(self._memory, CpuMemory):
             parts = [self._memory.direct(source) for source in sources_of(spans).tolist()]
-            return frames, partial(_digest, job.key, [(spans[i : i + 1], part) for i, part in enumerate(parts)], sums)
+            return frames, partial(_digest, job.key, spans, parts, sums)
         if not self._memory.reached(job.mark):  # our stream waits for what computes these pages; the peer's cannot
             self._memory.sums(sources_of(spans), job.mark).result()
         return frames, partial(_digest_by_device, self._memory, piece)
@@ -77,11 +77,15 @@ def _digest_by_device(memory: DeviceMemory, piece: Piece) -> Digest:
 
 
 def _payload(memory: CpuMemory, piece: Piece, header: bytes, sums: bool) -> Packed:
-    groups = _groups(memory, piece.spans)
-    frames = [data for _, data in groups]
+    """Straight out of the arena, in one frame. Of a sealed chunk large spans are frames by themselves: they are decrypted to
+    their places."""
+    key, spans = piece.job.key, piece.spans
+    parts = [memory.direct(source) for source in sources_of(spans).tolist()]
     if piece.job.seal is not None:
-        return _sealed(piece.job.seal, piece.number, header, frames)
-    return frames, partial(_digest, piece.job.key, groups, sums)
+        return _sealed(piece.job.seal, piece.number, header, [_joined(parts[group]) for group in _groups(spans)])
+    digests = HostSums(key, places_of(spans)) if sums else SpanDigests(key)
+    shown = list(zip(parts, map(digests.begin, places_of(spans).tolist()), strict=True))
+    return [shown], lambda: digests.combined
 
 
 def _from_device(piece: Piece, header: bytes, packed: Bytes, begun: Begun) -> Packed:
@@ -89,53 +93,41 @@ def _from_device(piece: Piece, header: bytes, packed: Bytes, begun: Begun) -> Pa
     sums = begun.result()
     if piece.job.seal is not None:
         return _sealed(piece.job.seal, piece.number, header, [packed])
-    return [packed], lambda: partial(chunk_digest, piece.job.key, places_of(piece.spans), sums)
+    return [[(packed, None)]], lambda: partial(chunk_digest, piece.job.key, places_of(piece.spans), sums)
 
 
 def _sealed(seal: Seal, number: int, header: bytes, frames: Sequence[Bytes]) -> Packed:
     sealed = [seal.close(number, index, data.data, header) for index, data in enumerate(frames)]
-    return sealed, lambda: partial(combine, map(tag_digest, sealed))
+    return [[(frame, None)] for frame in sealed], lambda: partial(combine, map(tag_digest, sealed))
 
 
-def _groups(memory: CpuMemory, spans: Spans) -> list[Group]:
-    """A chunk's spans, by the frame they go in, and that frame's bytes."""
-    groups, packed = [], 0
+def _groups(spans: Spans) -> list[slice]:
+    """A chunk's spans, by the frame they go in."""
+    groups, begin = [], 0
     for large in np.flatnonzero(spans[:, NBYTES] >= DIRECT_BYTES).tolist():
-        if packed < large:
-            groups.append(_pack(memory, spans[packed:large]))
-        source: Place = sources_of(spans[large : large + 1])[0].tolist()
-        groups.append((spans[large : large + 1], memory.direct(source)))
-        packed = large + 1
-    if packed < len(spans):
-        groups.append(_pack(memory, spans[packed:]))
-    return groups
+        groups += [slice(begin, large)] * (begin < large) + [slice(large, large + 1)]
+        begin = large + 1
+    return groups + [slice(begin, len(spans))] * (begin < len(spans))
 
 
-def _pack(memory: CpuMemory, spans: Spans) -> Group:
-    packed: Bytes = np.empty(num_bytes(spans), dtype=np.uint8)
-    memory.gather(sources_of(spans), packed)
-    return spans, packed
+def _joined(parts: Sequence[Bytes]) -> Bytes:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _digest(key: Key, groups: Sequence[Group], sums: bool) -> Digest:
-    """Made by a thread of the host."""
-    return Task(partial(_digest_of_sums if sums else _digest_of_bytes, key, groups)).result
+def _digest(key: Key, spans: Spans, parts: Sequence[Bytes], sums: bool) -> Digest:
+    """Made by a thread of the host, while the peer fetches the bytes."""
+    return Task(partial(_digest_of_sums if sums else _digest_of_bytes, key, places_of(spans), parts)).result
 
 
-def _digest_of_bytes(key: Key, groups: Sequence[Group]) -> int:
-    return combine(span_digest(key, kind, number, offset, part.data) for (kind, number, offset, _), part in _parts(groups))
+def _digest_of_bytes(key: Key, places: Places, parts: Sequence[Bytes]) -> int:
+    return combine(
+        span_digest(key, kind, number, offset, part.data)
+        for (kind, number, offset, _), part in zip(places.tolist(), parts, strict=True)
+    )
 
 
-def _digest_of_sums(key: Key, groups: Sequence[Group]) -> int:
-    sums = HostSums(key, np.concatenate([places_of(spans) for spans, _ in groups]))
-    for place, part in _parts(groups):
+def _digest_of_sums(key: Key, places: Places, parts: Sequence[Bytes]) -> int:
+    sums = HostSums(key, places)
+    for place, part in zip(places.tolist(), parts, strict=True):
         sums.begin(place)(part)
     return sums.combined()
-
-
-def _parts(groups: Sequence[Group]) -> Iterator[tuple[Place, Bytes]]:
-    for spans, data in groups:
-        at = 0
-        for place in places_of(spans).tolist():
-            yield place, data[at : at + place[NBYTES]]
-            at += place[NBYTES]

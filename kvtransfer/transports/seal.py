@@ -60,6 +60,6 @@ class Seal:
             raise BrokenSeal("the seal is not ours") from error
 
 
-def tag_digest(sealed: bytes | bytearray | memoryview) -> int:
+def tag_digest(sealed: bytes | bytearray | Bytes) -> int:
     """What a sealed frame adds to a hand-off's digest; 0..2^64-1."""
-    return int.from_bytes(sealed[-8:], "little")
+    return int.from_bytes(bytes(sealed[-8:]), "little")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.digest import SpanDigests, chunk_digest, combine
-from kvtransfer.spans import NBYTES, num_bytes, places_of, sources_of
-from kvtransfer.transports.frame import BadFrame, Chunk, split_payload
+from kvtransfer.spans import NBYTES, places_of, sources_of
+from kvtransfer.transports.connection import pieces
+from kvtransfer.transports.frame import MAX_FRAMES, BadFrame, Chunk
 from kvtransfer.transports.memory import Begun, Bytes, Copying, CpuMemory, DeviceMemory, DevicePeer, Memory
 from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, Seal, tag_digest
 from kvtransfer.transports.sums import HostSums
@@ -32,96 +34,145 @@ class Copy:
         return self.made(self.begun.result())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
-    """A chunk as it came. What is wrong with it raises BadFrame."""
+    """A chunk while it comes, for `memory`. What is wrong with it raises BadFrame.
 
-    chunk: Chunk
-    seal: Seal | None
-    header: bytes
-    frames: Sequence[memoryview]
+    Bytes for the CPU's memory that are not sealed are read to their places, and looked at there. Others wait in a buffer until
+    the chunk is whole.
+    """
 
-    def check_reference(self) -> None:
-        """Of a chunk whose bytes are to be fetched: nothing came along but a tag, if it is sealed."""
-        if len(self.frames) != (0 if self.seal is None else 1):
-            raise BadFrame("a chunk that is to be fetched, with bytes of its own or without its tag")
-        if self.seal is not None:
+    def __init__(self, chunk: Chunk, seal: Seal | None, header: bytes, memory: Memory) -> None:
+        self.chunk = chunk
+        self._seal, self._header, self._memory = seal, header, memory
+        self._wanted = places_of(chunk.spans)
+        self._ends = np.cumsum(self._wanted[:, NBYTES], dtype=np.int64)
+        self._at = 0  # payload that has been announced
+        self._frames: list[Bytes] = []  # sealed ones, as they came
+        self._spans_of: list[slice] = []  # by frame
+        self._packed: Bytes | None = None  # for a device
+        self._shows: deque[Callable[[Bytes], None]] = deque()  # by view that is to come
+        self.straight = isinstance(memory, CpuMemory) and seal is None and not chunk.memory_name
+        if isinstance(memory, DeviceMemory) and not chunk.sums:
+            raise BadFrame("a digest of bytes that no host sees")
+        self._digests = self._begin_digests() if isinstance(memory, CpuMemory) else None
+
+    def room(self, nbytes: int, more: bool) -> list[Any]:
+        """Where the next frame goes; see `Incoming`."""
+        if self.chunk.memory_name:
+            return self._room_of_tag(nbytes, more)
+        first = self._spans_of[-1].stop if self._spans_of else 0
+        self._at += nbytes - (0 if self._seal is None else TAG_BYTES)
+        end = int(self._ends.searchsorted(self._at)) + 1
+        if end > len(self._ends) or self._at != self._ends[end - 1] or end == first or more == (end == len(self._ends)):
+            raise BadFrame("payload and spans differ in length")
+        if len(self._spans_of) == MAX_FRAMES:
+            raise BadFrame(f"more than {MAX_FRAMES} frames of payload")
+        self._spans_of.append(slice(first, end))
+        if self._seal is not None:
+            return [self._kept(nbytes)]
+        if isinstance(self._memory, DeviceMemory):
+            if self._packed is None:
+                self._packed = self._memory.buffer(int(self._ends[-1]))
+            return [self._packed[self._at - nbytes : self._at]]
+        return self._places(self._memory, first, end)
+
+    def came(self, view: Bytes) -> None:
+        if self._shows:
+            self._shows.popleft()(view)
+
+    def digest(self) -> int:
+        """Of bytes that were read to their places."""
+        assert self._digests is not None
+        return self._digests.combined()
+
+    def check_whole(self) -> None:
+        """Nothing follows."""
+        if self._at != (0 if self.chunk.memory_name else self._ends[-1]):
+            raise BadFrame("a chunk without its bytes")
+        if self.chunk.memory_name and len(self._frames) != (self._seal is not None):
+            raise BadFrame("a chunk that is to be fetched, without its tag")
+
+    def begin(self, source: CpuMemory | DevicePeer | None, mark: int) -> Copy:
+        """Starts to put the bytes, which are in a buffer or in `source`, to their places."""
+        if self.chunk.memory_name and self._seal is not None:
             nothing: Bytes = np.empty(0, dtype=np.uint8)
-            self.seal.open_into(self.chunk.number, NO_PAYLOAD, self.frames[0], self.header, nothing)
-
-    def begin(self, memory: Memory, source: CpuMemory | DevicePeer | None, mark: int) -> Copy:
-        """Starts to put the bytes, which came along or are in `source`, to their places."""
-        if isinstance(memory, DeviceMemory):
-            return self._to_device(memory, source, mark)
+            self._seal.open_into(self.chunk.number, NO_PAYLOAD, self._frames[0].data, self._header, nothing)
+        if isinstance(self._memory, DeviceMemory):
+            return self._to_device(self._memory, source, mark)
         assert not isinstance(source, DevicePeer)
-        if source is None and self.seal is not None:  # not begun: bytes that are not true may come again, and then they may be
-            tags = self._unseal(memory, self.seal)
+        if source is None:  # not begun: bytes that are not true may come again, and then they may be
+            tags = self._unseal(self._memory)
             return Copy(self.chunk, None, Copying(), lambda _: tags)
-        wanted = places_of(self.chunk.spans)
-        parts = _arrays(split_payload(self.chunk.spans, self.frames)) if source is None else self._views(source)
+        digests, parts = self._digests, self._views(source)
+        assert digests is not None
+        return Copy(self.chunk, parts, self._memory.scatter(self._wanted, parts, digests.begin), lambda _: digests.combined())
+
+    def _begin_digests(self) -> HostSums | SpanDigests:
         try:
-            digests = HostSums(self.chunk.key, wanted) if self.chunk.sums else SpanDigests(self.chunk.key)
+            return HostSums(self.chunk.key, self._wanted) if self.chunk.sums else SpanDigests(self.chunk.key)
         except ValueError as error:
             raise BadFrame(str(error)) from error
-        return Copy(self.chunk, parts, memory.scatter(wanted, parts, digests.begin), lambda _: digests.combined())
+
+    def _room_of_tag(self, nbytes: int, more: bool) -> list[Any]:
+        if self._seal is None or more or nbytes != TAG_BYTES:
+            raise BadFrame("a chunk that is to be fetched, with bytes of its own")
+        return [self._kept(nbytes)]
+
+    def _kept(self, nbytes: int) -> Bytes:
+        self._frames.append(np.empty(nbytes, dtype=np.uint8))
+        return self._frames[-1]
+
+    def _places(self, memory: CpuMemory, first: int, end: int) -> list[Any]:
+        assert self._digests is not None
+        views = []
+        for place in self._wanted[first:end].tolist():
+            new, show = pieces(memory.direct(place)), self._digests.begin(place)
+            views += new
+            self._shows += [show] * len(new)
+        return views
 
     def _to_device(self, memory: DeviceMemory, source: CpuMemory | DevicePeer | None, mark: int) -> Copy:
-        if not self.chunk.sums:
-            raise BadFrame("a digest of bytes that no host sees")
-        wanted = places_of(self.chunk.spans)
-        made = partial(chunk_digest, self.chunk.key, wanted)
+        made = partial(chunk_digest, self.chunk.key, self._wanted)
         try:
             if isinstance(source, DevicePeer):
-                return Copy(self.chunk, source, memory.fetch(source, sources_of(self.chunk.spans), wanted, mark), made)
-            seal = self.seal if source is None else None
-            parts = _arrays(self.frames) if source is None else self._views(source)
-            packed = self._buffer(memory, parts, seal)
-            if seal is None:
+                begun = memory.fetch(source, sources_of(self.chunk.spans), self._wanted, mark)
+                return Copy(self.chunk, source, begun, made)
+            if source is not None:
+                parts, packed = self._views(source), memory.buffer(int(self._ends[-1]))
                 fill = partial(np.concatenate, parts, out=packed)
-                return Copy(self.chunk, parts, memory.scatter(packed, wanted, mark, fill), made)
-            tags = self._unseal_packed(seal, packed)
-            return Copy(self.chunk, packed, memory.scatter(packed, wanted, mark), lambda _: tags)
+                return Copy(self.chunk, parts, memory.scatter(packed, self._wanted, mark, fill), made)
+            if self._seal is None:
+                assert self._packed is not None
+                return Copy(self.chunk, self._packed, memory.scatter(self._packed, self._wanted, mark), made)
+            packed = memory.buffer(int(self._ends[-1]))
+            tags = self._unseal_packed(packed)
+            return Copy(self.chunk, packed, memory.scatter(packed, self._wanted, mark), lambda _: tags)
         except BadFrame:
             raise
         except ValueError as error:
             raise BadFrame(str(error)) from error
 
-    def _buffer(self, memory: DeviceMemory, parts: Sequence[Bytes], seal: Seal | None) -> Bytes:
-        """As large as what came, not as what is said."""
-        total = num_bytes(self.chunk.spans)
-        if sum(map(len, parts)) != total + (0 if seal is None else TAG_BYTES * len(parts)):
-            raise BadFrame("payload and spans differ in length")
-        return memory.buffer(total)
-
     def _views(self, source: CpuMemory) -> list[Bytes]:
         return [source.direct(place) for place in sources_of(self.chunk.spans).tolist()]
 
-    def _unseal(self, memory: CpuMemory, seal: Seal) -> int:
+    def _unseal(self, memory: CpuMemory) -> int:
         """Decrypts frame by frame: a large span straight into its place, small ones by way of a buffer."""
-        inner = [frame[:-TAG_BYTES] if len(frame) > TAG_BYTES else frame[:0] for frame in self.frames]
-        split_payload(self.chunk.spans, inner)  # only for its check
-        wanted = places_of(self.chunk.spans)
-        sizes, end = wanted[:, NBYTES].tolist(), 0
-        for index, (sealed, data) in enumerate(zip(self.frames, inner, strict=True)):
-            first, filled = end, 0
-            while filled < len(data):
-                filled += sizes[end]
-                end += 1
-            group = wanted[first:end]
-            plain: Bytes = memory.direct(group[0].tolist()) if len(group) == 1 else np.empty(len(data), dtype=np.uint8)
-            seal.open_into(self.chunk.number, index, sealed, self.header, plain)
+        for index, (sealed, spans) in enumerate(zip(self._frames, self._spans_of, strict=True)):
+            group, nbytes = self._wanted[spans], len(sealed) - TAG_BYTES
+            plain: Bytes = memory.direct(group[0].tolist()) if len(group) == 1 else np.empty(nbytes, dtype=np.uint8)
+            self._open(index, sealed, plain)
             if len(group) > 1:
-                memory.scatter(group, np.split(plain, np.cumsum(sizes[first : end - 1]))).result()
-        return combine(map(tag_digest, self.frames))
+                memory.scatter(group, np.split(plain, np.cumsum(group[:-1, NBYTES], dtype=np.int64))).result()
+        return combine(map(tag_digest, self._frames))
 
-    def _unseal_packed(self, seal: Seal, packed: Bytes) -> int:
+    def _unseal_packed(self, packed: Bytes) -> int:
         at = 0
-        for index, frame in enumerate(self.frames):
-            end = at + max(0, len(frame) - TAG_BYTES)
-            seal.open_into(self.chunk.number, index, frame, self.header, packed[at:end])
+        for index, sealed in enumerate(self._frames):
+            end = at + len(sealed) - TAG_BYTES
+            self._open(index, sealed, packed[at:end])
             at = end
-        return combine(map(tag_digest, self.frames))
+        return combine(map(tag_digest, self._frames))
 
-
-def _arrays(parts: Sequence[memoryview]) -> list[Bytes]:
-    return [np.frombuffer(part, dtype=np.uint8) for part in parts]
+    def _open(self, index: int, sealed: Bytes, out: Bytes) -> None:
+        assert self._seal is not None
+        self._seal.open_into(self.chunk.number, index, sealed.data, self._header, out)

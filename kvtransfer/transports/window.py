@@ -21,7 +21,7 @@ class Window:
 
     def __init__(self, slot: int, pages: Sequence[int], rows: Rows, mark: int, seal: Seal | None) -> None:
         self.mark, self.seal = mark, seal
-        self.numbers: set[int] = set()  # of the chunks that landed
+        self.numbers: set[int] = set()  # of the chunks that landed, or are coming
         (_, page_bytes), (_, slot_bytes) = rows["page"], rows["slot"]
         self._row_bytes, self._bases = np.array([page_bytes, slot_bytes]), np.array([0, page_bytes << 32])
         granted = np.array(sorted({*pages}), dtype=np.int64) * page_bytes
@@ -51,10 +51,19 @@ class Window:
         return begins, ends
 
     def land(self, number: int, ground: Runs) -> None:
-        """The chunk of that number is on the ground that it has claimed."""
+        """The chunk of that number is on the ground that it has claimed, or nobody else's is."""
         self.numbers.add(number)
         begins, ends = np.concatenate((self._begins, ground[1])), np.concatenate((self._ends, ground[0]))
         begins.sort()
         ends.sort()  # as many have begun as have ended, or one more: there, bytes are missing
         missing = begins < ends
         self._begins, self._ends = begins[missing], ends[missing]
+
+    def give_back(self, number: int, ground: Runs) -> None:
+        """It is not: its bytes are missing again."""
+        self.numbers.discard(number)
+        begins, ends = np.concatenate((self._begins, ground[0])), np.concatenate((self._ends, ground[1]))
+        begins.sort()
+        ends.sort()
+        apart = begins[1:] != ends[:-1]  # what touches is one
+        self._begins, self._ends = begins[np.append(True, apart)], ends[np.append(apart, True)]
