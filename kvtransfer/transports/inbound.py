@@ -101,7 +101,7 @@ class _Coming:
 
 @dataclass(slots=True, eq=False)
 class _Landing:
-    """A chunk whose bytes are being copied: who sent it, on whichever connections, is answered when they are there."""
+    """A chunk whose bytes are being copied, or looked at. Who sent it, on whichever connections, is answered when that is done."""
 
     wanted: Places
     window: Window
@@ -295,7 +295,8 @@ class Inbound:
             self._counters.add("late_frames")
             return LATE
         if arrival is not None and coming.ground is not None:
-            return self._arrived(coming, arrival)
+            self._arrived(coming, arrival)
+            return None
         if chunk.number in window.numbers:  # sent again because our answer was lost
             self._counters.add("repeated_frames")
             return LANDED
@@ -308,13 +309,13 @@ class Inbound:
         self._land(coming, arrival, window)
         return None
 
-    def _arrived(self, coming: _Coming, arrival: Arrival) -> int:
+    def _arrived(self, coming: _Coming, arrival: Arrival) -> None:
         """A chunk that was read to its places."""
+        assert coming.window is not None
         arrival.check_whole()
         coming.ground = None
         del self._coming[coming.chunk.key, coming.chunk.number]
-        self._emit(Landed(coming.chunk.key, places_of(coming.chunk.spans), arrival.digest()))
-        return LANDED
+        self._landings.append(_Landing(places_of(coming.chunk.spans), coming.window, arrival.read(), [coming.connection]))
 
     def _land(self, coming: _Coming, arrival: Arrival, window: Window) -> None:
         """Begins to copy a chunk to its places."""

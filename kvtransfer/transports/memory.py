@@ -22,7 +22,7 @@ Look = Callable[[Place], Callable[[Bytes], None]]
 T = TypeVar("T")
 
 PIECE_BYTES = 256 << 10  # of whole spans (sums.py); read and written, twice of it stays in a core's cache
-_TASK_BYTES = 4 << 20  # what a copying thread is told to do at once: for less, telling it costs what it gains
+TASK_BYTES = 4 << 20  # what a copying thread is told to do at once: for less, telling it costs what it gains
 _THREADS = ThreadPoolExecutor(2, "kv-copy")  # of this process; one copies and looks at no more than 5 GB/s
 
 
@@ -192,7 +192,7 @@ class CpuMemory:
         of: the arena's own, so that it covers what really landed, in order, piece by piece, while they are in the cache.
         Several places may be shown at a time."""
         looks = [look(place) for place in places.tolist()]
-        cuts = np.flatnonzero(np.diff(np.cumsum(places[:, NBYTES], dtype=np.int64) // _TASK_BYTES, prepend=-1)).tolist()
+        cuts = np.flatnonzero(np.diff(np.cumsum(places[:, NBYTES], dtype=np.int64) // TASK_BYTES, prepend=-1)).tolist()
         parts_of = zip(cuts, [*cuts[1:], len(places)], strict=True)
         return Copying([Task(partial(self._put, places[i:j], parts[i:j], looks[i:j])) for i, j in parts_of])
 

@@ -8,11 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from kvtransfer.digest import SpanDigests, chunk_digest, combine, span_digest
+from kvtransfer.digest import chunk_digest, combine, span_digest
 from kvtransfer.spans import NBYTES, Places, Spans, places_of, sources_of
 from kvtransfer.transports import Key
 from kvtransfer.transports.connection import Part
 from kvtransfer.transports.jobs import Piece
+from kvtransfer.transports.looks import Looks
 from kvtransfer.transports.memory import Begun, Bytes, CpuMemory, DeviceMemory, Memory, Task
 from kvtransfer.transports.seal import NO_PAYLOAD, Seal, tag_digest
 from kvtransfer.transports.sums import HostSums
@@ -83,9 +84,8 @@ def _payload(memory: CpuMemory, piece: Piece, header: bytes, sums: bool) -> Pack
     parts = [memory.direct(source) for source in sources_of(spans).tolist()]
     if piece.job.seal is not None:
         return _sealed(piece.job.seal, piece.number, header, [_joined(parts[group]) for group in _groups(spans)])
-    digests = HostSums(key, places_of(spans)) if sums else SpanDigests(key)
-    shown = list(zip(parts, map(digests.begin, places_of(spans).tolist()), strict=True))
-    return [shown], lambda: digests.combined
+    looks = Looks(key, places_of(spans), sums)
+    return [list(zip(parts, map(looks.begin, places_of(spans).tolist()), strict=True))], lambda: looks.combined
 
 
 def _from_device(piece: Piece, header: bytes, packed: Bytes, begun: Begun) -> Packed:

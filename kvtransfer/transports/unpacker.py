@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.digest import SpanDigests, chunk_digest, combine
+from kvtransfer.digest import chunk_digest, combine
 from kvtransfer.spans import NBYTES, places_of, sources_of
-from kvtransfer.transports.connection import pieces
+from kvtransfer.transports.connection import Show, pieces
 from kvtransfer.transports.frame import MAX_FRAMES, BadFrame, Chunk
+from kvtransfer.transports.looks import Looks, plain_digests
 from kvtransfer.transports.memory import Begun, Bytes, Copying, CpuMemory, DeviceMemory, DevicePeer, Memory
 from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, Seal, tag_digest
-from kvtransfer.transports.sums import HostSums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,11 +50,11 @@ class Arrival:
         self._frames: list[Bytes] = []  # sealed ones, as they came
         self._spans_of: list[slice] = []  # by frame
         self._packed: Bytes | None = None  # for a device
-        self._shows: deque[Callable[[Bytes], None]] = deque()  # by view that is to come
+        self._shows: deque[Show] = deque()  # by view that is to come
         self.straight = isinstance(memory, CpuMemory) and seal is None and not chunk.memory_name
         if isinstance(memory, DeviceMemory) and not chunk.sums:
             raise BadFrame("a digest of bytes that no host sees")
-        self._digests = self._begin_digests() if isinstance(memory, CpuMemory) else None
+        self._looks = self._begin_looks() if self.straight else None
 
     def room(self, nbytes: int, more: bool) -> list[Any]:
         """Where the next frame goes; see `Incoming`."""
@@ -80,10 +80,11 @@ class Arrival:
         if self._shows:
             self._shows.popleft()(view)
 
-    def digest(self) -> int:
-        """Of bytes that were read to their places."""
-        assert self._digests is not None
-        return self._digests.combined()
+    def read(self) -> Copy:
+        """Of bytes that were read to their places: what is left to be done is their digest."""
+        looks = self._looks
+        assert looks is not None
+        return Copy(self.chunk, None, looks, lambda _: looks.combined())
 
     def check_whole(self) -> None:
         """Nothing follows."""
@@ -103,13 +104,16 @@ class Arrival:
         if source is None:  # not begun: bytes that are not true may come again, and then they may be
             tags = self._unseal(self._memory)
             return Copy(self.chunk, None, Copying(), lambda _: tags)
-        digests, parts = self._digests, self._views(source)
-        assert digests is not None
+        parts = self._views(source)
+        try:
+            digests = plain_digests(self.chunk.key, self._wanted, self.chunk.sums)
+        except ValueError as error:
+            raise BadFrame(str(error)) from error
         return Copy(self.chunk, parts, self._memory.scatter(self._wanted, parts, digests.begin), lambda _: digests.combined())
 
-    def _begin_digests(self) -> HostSums | SpanDigests:
+    def _begin_looks(self) -> Looks:
         try:
-            return HostSums(self.chunk.key, self._wanted) if self.chunk.sums else SpanDigests(self.chunk.key)
+            return Looks(self.chunk.key, self._wanted, self.chunk.sums)
         except ValueError as error:
             raise BadFrame(str(error)) from error
 
@@ -123,10 +127,10 @@ class Arrival:
         return self._frames[-1]
 
     def _places(self, memory: CpuMemory, first: int, end: int) -> list[Any]:
-        assert self._digests is not None
+        assert self._looks is not None
         views = []
         for place in self._wanted[first:end].tolist():
-            new, show = pieces(memory.direct(place)), self._digests.begin(place)
+            new, show = pieces(memory.direct(place)), self._looks.begin(place)
             views += new
             self._shows += [show] * len(new)
         return views
