@@ -29,6 +29,7 @@ from kvtransfer.transports.zmtp import (
     Handshake,
     TurnedAway,
     frame_head,
+    pong,
     read_head,
     refusal,
 )
@@ -421,7 +422,9 @@ class Connection:
 
     def _command(self, command: bytes) -> None:
         if self.up:
-            return  # ours asks for nothing that a later version of ZMTP has
+            if not self._leaving:  # else that answers too; who asks and reads nothing costs no memory
+                self._push(pong(command))
+            return
         self._push(self._handshake.hear(command))
         if self._handshake.over:
             self.up = True

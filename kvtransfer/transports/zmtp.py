@@ -20,6 +20,8 @@ _GREETING = struct.Struct("<10sBB20sB31x")
 _LONG_HEAD, _SHORT_HEAD = struct.Struct(">BQ"), struct.Struct(">BB")
 _VALUE = struct.Struct(">I")
 _USER = b"member"
+_PING_BYTES = 7  # its name, and for how long it is good
+_CONTEXT_BYTES = 16  # of it, at most
 
 
 class BadPeer(ValueError):
@@ -120,6 +122,11 @@ class Handshake:
 def refusal() -> bytes:
     """What is sent to who is turned away."""
     return _command(b"ERROR", _short(b"400"))
+
+
+def pong(command: bytes) -> bytes:
+    """The answer to a PING of ZMTP 3.1 (spec/37), which libzmq sends to any version: its context. b"" to another command."""
+    return _command(b"PONG", command[_PING_BYTES:][:_CONTEXT_BYTES]) if command.startswith(b"\4PING") else b""
 
 
 def _command(name: bytes, body: bytes = b"") -> bytes:
