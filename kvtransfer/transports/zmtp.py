@@ -20,6 +20,7 @@ _GREETING = struct.Struct("<10sBB20sB31x")
 _LONG_HEAD, _SHORT_HEAD = struct.Struct(">BQ"), struct.Struct(">BB")
 _VALUE = struct.Struct(">I")
 _USER = b"member"
+_ERROR_OF_LIBZMQ = b"\x5eRROR"  # what "\x05ERROR" is to C
 _PING_BYTES = 7  # its name, and for how long it is good
 _CONTEXT_BYTES = 16  # of it, at most
 
@@ -77,7 +78,7 @@ class Handshake:
 
     def hear(self, command: bytes) -> bytes:
         name, body = command[1 : 1 + command[0]] if command else b"", command[1 + command[0] :] if command else b""
-        if name == b"ERROR":
+        if name == b"ERROR" or command.startswith(_ERROR_OF_LIBZMQ):
             raise TurnedAway("the other end turns us away")
         if name in self._heard or name not in self._expected():
             raise BadPeer(f"{name[:20]!r} is not what comes next")
