@@ -11,6 +11,7 @@ from typing import Any
 from kvtransfer.digest import SpanDigests
 from kvtransfer.transports import engine, packer
 from kvtransfer.transports.bulk import BulkTransport
+from kvtransfer.transports.looks import Looks
 
 
 class UndigestedTransport(BulkTransport):
@@ -21,7 +22,7 @@ def no_digest(*place_and_data: Any) -> int:
     return 0
 
 
-def begin_none(digests: SpanDigests, place: Any) -> Any:
+def begin_none(digests: SpanDigests | Looks, *place: Any) -> Any:
     return no_digest
 
 
@@ -30,4 +31,5 @@ if __name__ == "__main__":
         sys.exit("scripts.kv_undigested is a process of scripts.bench_kvtransfer --digest-cost, and is started by that only")
     setattr(packer, "span_digest", no_digest)  # noqa: B010  mypy: it is a name of another module
     setattr(SpanDigests, "begin", begin_none)  # noqa: B010
+    setattr(Looks, "begin", begin_none)  # noqa: B010  its threads too
     engine.main(int(sys.argv[1]))

@@ -30,7 +30,7 @@ from wire.timeline import show_timelines
 REFUSED_EXIT = 3
 LOST_EXIT = 4
 LAST_WORDS_MS = 500  # what is still queued when the process ends, "gone" among it, may take that long to leave
-SWITCH_INTERVAL_S = 0.0005  # the transport's thread gets the interpreter within half a millisecond
+SWITCH_INTERVAL_S = 0.00005  # who comes back from the kernel, several times a message, waits so long for one that computes
 PUBLISH_PERIOD_S = 0.25
 LIVE_WAIT_MS = 100  # with requests in hand deadlines are looked at ten times a second
 IDLE_WAIT_MS = 1000  # without: a loop that never wakes could not be told from one that is stuck (wire/heartbeat.py)

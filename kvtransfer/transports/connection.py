@@ -256,7 +256,7 @@ class Connection:
         for index, parts in enumerate(frames, 1):
             head += frame_head(sum(len(data) for data, _ in parts), MORE if index < len(frames) else 0)
             queue.append(_Leaving(memoryview(head)))
-            queue += [_Leaving(piece, show) for data, show in parts for piece in pieces(data)]
+            queue += [_Leaving(piece, show) for data, show in parts for piece in (pieces(data) if show else [_view(data)])]
             head = b""
         if head:
             queue.append(_Leaving(memoryview(head)))
@@ -453,5 +453,10 @@ def hurry_within_a_host(end: socket.socket, host: str) -> None:
 
 def pieces(data: Any) -> list[Any]:
     """Views of `data`, as long as digests like them."""
-    view = memoryview(data) if isinstance(data, (bytes, bytearray)) else data
+    view = _view(data)
     return [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
+
+
+def _view(data: Any) -> Any:
+    """That copies nothing when it is cut."""
+    return memoryview(data) if isinstance(data, (bytes, bytearray)) else data

@@ -101,7 +101,7 @@ class _Coming:
 
 @dataclass(slots=True, eq=False)
 class _Landing:
-    """A chunk whose bytes are being copied, or looked at. Who sent it, on whichever connections, is answered when that is done."""
+    """A chunk whose bytes are being copied, or looked at. Who sent it, on whichever connections, is answered after that."""
 
     wanted: Places
     window: Window

@@ -7,15 +7,15 @@ copying threads a few megabytes behind it: that costs a little more, and the eng
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvtransfer.digest import SpanDigests
 from kvtransfer.spans import Place, Places, num_bytes
 from kvtransfer.transports import Key
 from kvtransfer.transports.connection import Show
-from kvtransfer.transports.memory import TASK_BYTES, Task
+from kvtransfer.transports.memory import TASK_BYTES, Bytes, Task
 from kvtransfer.transports.sums import HostSums
 
 CORES_FREE = len(os.sched_getaffinity(0)) >= 6  # two engines of one host, two copying threads each
@@ -44,13 +44,14 @@ class Looks:
         self._digests: Digests = plain_digests(key, places, sums)
         self._by_threads = by_threads
         self._missing = num_bytes(places)
-        self._shown: list[tuple[Show, Any]] = []  # and nobody told to look at
+        self._shown: list[tuple[Show, Bytes]] = []  # and nobody told to look at
         self._shown_bytes = 0
         self._tasks: list[Task[None]] = []
 
-    def begin(self, place: Place) -> Show:
+    def begin(self, place: Place, whole: Bytes) -> Show:
+        """What `whole`, the bytes of one place, is to be shown to, piece by piece, in order."""
         show = self._digests.begin(place)
-        return partial(self._keep, show) if self._by_threads else show
+        return _Wait(whole, partial(self._keep, show)) if self._by_threads else show
 
     def combined(self) -> int:
         self.result()
@@ -65,13 +66,11 @@ class Looks:
         self._tasks.clear()
         return b""
 
-    def _keep(self, show: Show, piece: Any) -> None:
-        if self._shown_bytes >= TASK_BYTES and show is not self._shown[-1][0]:
-            self._tell()  # a place is one thread's: its pieces have an order
-        self._shown.append((show, piece))
-        self._shown_bytes += len(piece)
-        self._missing -= len(piece)
-        if not self._missing:
+    def _keep(self, show: Show, whole: Bytes) -> None:
+        self._shown.append((show, whole))
+        self._shown_bytes += len(whole)
+        self._missing -= len(whole)
+        if self._shown_bytes >= TASK_BYTES or not self._missing:
             self._tell()
 
     def _tell(self) -> None:
@@ -79,6 +78,19 @@ class Looks:
         self._shown, self._shown_bytes = [], 0
 
 
-def _look(shown: Sequence[tuple[Show, Any]]) -> None:
-    for show, piece in shown:
-        show(piece)
+class _Wait:
+    """Passes on what is shown when all of it has been: to a thread each piece alone would cost as much as the whole."""
+
+    def __init__(self, whole: Bytes, then: Callable[[Bytes], None]) -> None:
+        self._whole, self._then = whole, then
+        self._missing = len(whole)
+
+    def __call__(self, piece: Bytes) -> None:
+        self._missing -= len(piece)
+        if not self._missing:
+            self._then(self._whole)
+
+
+def _look(shown: Sequence[tuple[Show, Bytes]]) -> None:
+    for show, whole in shown:
+        show(whole)

@@ -85,7 +85,8 @@ def _payload(memory: CpuMemory, piece: Piece, header: bytes, sums: bool) -> Pack
     if piece.job.seal is not None:
         return _sealed(piece.job.seal, piece.number, header, [_joined(parts[group]) for group in _groups(spans)])
     looks = Looks(key, places_of(spans), sums)
-    return [list(zip(parts, map(looks.begin, places_of(spans).tolist()), strict=True))], lambda: looks.combined
+    shows = map(looks.begin, places_of(spans).tolist(), parts)
+    return [list(zip(parts, shows, strict=True))], lambda: looks.combined
 
 
 def _from_device(piece: Piece, header: bytes, packed: Bytes, begun: Begun) -> Packed:

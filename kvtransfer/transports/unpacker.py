@@ -130,9 +130,10 @@ class Arrival:
         assert self._looks is not None
         views = []
         for place in self._wanted[first:end].tolist():
-            new, show = pieces(memory.direct(place)), self._looks.begin(place)
+            whole = memory.direct(place)
+            new = pieces(whole)
             views += new
-            self._shows += [show] * len(new)
+            self._shows += [self._looks.begin(place, whole)] * len(new)
         return views
 
     def _to_device(self, memory: DeviceMemory, source: CpuMemory | DevicePeer | None, mark: int) -> Copy:
