@@ -380,7 +380,7 @@ def test_what_was_to_be_fetched_is_not_sent_in_one_piece(opener: Opener, context
     proxy.cut()
     (lost,) = answer_until(peer, sender.poll)
     assert isinstance(lost, Lost) and "changed the path" in lost.reason
-    sender.write(proxy.address, OTHER, table([page_span(page, page, MIB) for page in range(1, 9)]))
+    sender.write(proxy.address, OTHER, table([page_span(page, page, MIB) for page in range(1, 17)]))
     assert [len(payload) for _, payload in (peer.next(), peer.next())] == [CHUNK_BYTES, CHUNK_BYTES]
     assert [(type(event), event.key) for event in collect(sender, len)] == [(Wrote, OTHER)]
     proxy.close()
