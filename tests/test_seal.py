@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from kvtransfer.sender import Sender, SendLost, Sent
 from kvtransfer.transports import Drained, Landed, Lost, Wrote
 from kvtransfer.transports.frame import LANDED, REFUSED, BadFrame, pack_chunk
 from kvtransfer.transports.seal import TAG_BYTES, Seal, new_secret
-from kvtransfer.transports.window import Window
+from kvtransfer.transports.window import Runs, Window
 from tests.transfer_rig import (
     LAYOUT,
     PAGE_TOKENS,
@@ -240,19 +241,50 @@ a_place = st.tuples(st.sampled_from(["page", "page", "slot"]), numbers, st.integ
 anywhere = st.tuples(st.sampled_from(["page", "slot"]), numbers, st.integers(0, 2**32 - 1), st.integers(1, 2**32 - 1))
 
 
-@given(st.sets(st.integers(1, 3)), st.lists(st.lists(a_place | anywhere, min_size=1, max_size=3), max_size=30))
-@settings(max_examples=300, deadline=None)
-def test_a_window_knows_every_byte_that_may_still_be_written(pages: set[int], chunks: list[list[Place]]) -> None:
+a_chunk = st.lists(a_place | anywhere, min_size=1, max_size=3)
+which = st.integers(0, 29)  # of the chunks that are on their ground: it is given back
+
+
+@given(st.sets(st.integers(1, 3)), st.lists(a_chunk | a_chunk | which, max_size=40), st.randoms(use_true_random=False))
+@settings(max_examples=400, deadline=None)
+def test_a_window_knows_every_byte_that_may_still_be_written(
+    pages: set[int], steps: list[list[Place] | int], order: random.Random
+) -> None:
+    """Also of chunks that were given back, whose bytes may come again, in whatever chunks."""
     window = Window(2, list(pages), {"page": (4, WIDTH), "slot": (3, WIDTH)}, 0, None)
-    missing = {("page", page, at) for page in pages for at in range(WIDTH)} | {("slot", 2, at) for at in range(WIDTH)}
-    for number, chunk in enumerate(chunks):
-        wanted = [(kind, row, at) for kind, row, begin, nbytes in chunk for at in range(begin, begin + min(nbytes, WIDTH + 1))]
-        if missing.issuperset(wanted) and len(set(wanted)) == len(wanted):
-            window.land(number, window.claim(place_table(chunk)))
-            missing.difference_update(wanted)
+    rows = [*[("page", page) for page in pages], ("slot", 2)]
+    missing = {(*row, at) for row in rows for at in range(WIDTH)}
+    claimed: dict[int, tuple[Runs, list[tuple[str, int, int]]]] = {}
+
+    def give_back(number: int) -> None:
+        ground, bytes_of_it = claimed.pop(number)
+        window.give_back(number, ground)
+        missing.update(bytes_of_it)
+
+    for number, step in enumerate(steps):
+        if isinstance(step, int):
+            if claimed:
+                give_back([*claimed][step % len(claimed)])
         else:
-            with pytest.raises(BadFrame):
-                window.claim(place_table(chunk))
+            wanted = [
+                (kind, row, at) for kind, row, begin, nbytes in step for at in range(begin, begin + min(nbytes, WIDTH + 1))
+            ]
+            if missing.issuperset(wanted) and len(set(wanted)) == len(wanted):
+                claimed[number] = window.claim(place_table(step)), wanted
+                window.land(number, claimed[number][0])
+                missing.difference_update(wanted)
+            else:
+                with pytest.raises(BadFrame):
+                    window.claim(place_table(step))
+        assert window.numbers == claimed.keys()
+    if missing:
+        window.claim(place_table((*byte, 1) for byte in missing))
+    for number in order.sample([*claimed], len(claimed)):
+        give_back(number)
+    ground = window.claim(place_table((*row, 0, WIDTH) for row in rows))  # whole again, and nothing more is
+    window.land(99, ground)
+    with pytest.raises(BadFrame):
+        window.claim(place_table([("slot", 2, 0, 1)]))
 
 
 @pytest.mark.parametrize("offset", [4095 << 20, 2**32 - (1 << 20)], ids=["on it", "and past 32 bits"])
