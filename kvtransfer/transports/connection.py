@@ -154,14 +154,15 @@ class Connection:
         except ipaddress.AddressValueError:
             self._name = _NAMES.submit(socket.getaddrinfo, host, int(port), socket.AF_INET, socket.SOCK_STREAM)
 
-    def tend(self) -> None:
-        """To be called while it is not up: the name of the other end may be known by now."""
+    def tend(self) -> bool:
+        """To be called while it is not up: the name of the other end may be known by now. Whether it is still looked up."""
         if self._name is not None and self._name.done() and not self.broken:
             found, self._name = self._name, None
             try:
                 self._open(found.result()[0][4])
-            except (OSError, UnicodeError) as error:
+            except (OSError, ValueError) as error:
                 self.close(f"its host is not known: {error}")
+        return self._name is not None
 
     def adopt(self, end: socket.socket) -> None:
         """Takes over a connection that has been accepted. Raises OSError."""
@@ -175,6 +176,9 @@ class Connection:
         if self.broken:
             return
         self.broken = why
+        if self._name is not None:
+            self._name.cancel()  # others wait behind it
+            self._name = None
         if self._socket is not None:
             self._watch(0)
             self._socket.close()
@@ -212,9 +216,9 @@ class Connection:
             self.ready(READ)
 
     def _open(self, where: tuple[str, int]) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
         try:
+            self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            self._socket.setblocking(False)
             with suppress(BlockingIOError):
                 self._socket.connect(where)
             hurry_within_a_host(self._socket, where[0])

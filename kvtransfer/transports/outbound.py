@@ -129,6 +129,9 @@ class Outbound:
         self._parcels: deque[tuple[Lane, Parcel]] = deque()  # not sent yet, in the order in which their copies end
 
     def write(self, job: Job) -> None:
+        peer = self._peers.get(job.peer)
+        if peer is not None and not peer.busy and not self._jobs.waiting(job.peer):
+            peer.moved_s = time.monotonic()
         self._jobs.add(job)
 
     def cancel(self, key: Key) -> None:
@@ -148,8 +151,9 @@ class Outbound:
 
     def _look_after(self, peer: Peer, now_s: float) -> None:
         for lane in peer.lanes:
-            lane.connection.tend()
-            if not lane.connection.up and now_s - peer.greeted_s >= CONNECT_S:
+            if lane.connection.tend():
+                peer.greeted_s = now_s  # a name server may take its time
+            elif not lane.connection.up and now_s - peer.greeted_s >= CONNECT_S:
                 lane.connection.close("it does not answer")
         peer.broken |= any(lane.connection.broken for lane in peer.lanes)
         if any(lane.connection.turned_away for lane in peer.lanes):
@@ -216,6 +220,7 @@ class Outbound:
             return
         lanes = self._options.lanes if peer.path == "zeromq" else 1
         peer.lanes += [self._connect(peer) for _ in range(lanes - 1)]
+        peer.greeted_s = now_s  # they have as long to connect as the first one
         if peer.link is None or peer.link.path != peer.path or not peer.link.usable:
             self._test(peer, now_s)
 

@@ -1,0 +1,176 @@
+"""What once made a connection of the bulk engine lose a hand-off, stand still, or hold up the others."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from kvtransfer.transports import Lost, Wrote
+from kvtransfer.transports.connection import Connection, Nothing, Side
+from kvtransfer.transports.frame import VERSION, Ack, pack_ack, pack_welcome, unpack_chunk
+from kvtransfer.transports.jobs import Job
+from kvtransfer.transports.outbound import CONNECT_S
+from kvtransfer.transports.zmtp import GREETING_BYTES, Handshake, read_head
+from tests.transfer_rig import RawReceiver, Span, ThreadTransport, collect, small_arena, table, thread_transport, wait
+
+SPAN = Span("page", 1, 2, 0, 1000)
+
+
+@pytest.fixture
+def receiver() -> Iterator[ThreadTransport]:
+    yield (transport := thread_transport(small_arena()))
+    transport.close()
+
+
+@contextlib.contextmanager
+def open_sender(stall_s: float = 30.0, lanes: int = 1) -> Iterator[ThreadTransport]:
+    yield (transport := thread_transport(small_arena(seed=1), stall_s=stall_s, lanes=lanes))
+    transport.close()
+
+
+def greet(end: socket.socket) -> None:
+    """As who connects without a password; everything of the handshake has come and gone."""
+    handshake = Handshake(False, b"")
+    end.sendall(handshake.greeting())
+    end.sendall(handshake.greeted(read(end, GREETING_BYTES)))
+    next_frame(end)  # READY
+
+
+def read(end: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        data += (more := end.recv(nbytes - len(data)))
+        assert more, "closed"
+    return data
+
+
+def next_frame(end: socket.socket) -> bytes:
+    data = read(end, 2)
+    while (head := read_head(memoryview(data))) is None:
+        data += read(end, 1)
+    return read(end, head[1])
+
+
+def test_a_connection_that_cannot_be_had_costs_no_other_peer(
+    receiver: ThreadTransport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_more(*_: Any) -> socket.socket:
+        raise OSError(24, "Too many open files")
+
+    with open_sender(stall_s=2.0) as sender:
+        receiver.expect((1, 0), 1, [2])
+        sender.write(receiver.address(), (1, 0), table([SPAN]))
+        collect(sender, len)
+        monkeypatch.setattr("kvtransfer.transports.connection.socket.socket", no_more)
+        sender.write("tcp://127.0.0.1:9", (2, 0), table([SPAN]))
+        assert wait(lambda: "tcp://127.0.0.1:9" in sender.inner._outbound._peers)
+        receiver.expect((3, 0), 1, [3])
+        sender.write(receiver.address(), (3, 0), table([SPAN._replace(dst=3)]))
+        first, second = collect(sender, lambda events: len(events) == 2)
+        monkeypatch.undo()
+    assert isinstance(first, Wrote) and first.key == (3, 0)
+    assert isinstance(second, Lost) and second.key == (2, 0)
+    assert "fault" not in caplog.text
+
+
+def test_a_name_server_may_take_its_time(receiver: ThreadTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def look_up(host: str, *rest: Any) -> Any:
+        asked.append(host)
+        time.sleep(CONNECT_S + 0.5)
+        return known(host, *rest)
+
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with open_sender() as sender:
+        receiver.expect((1, 0), 1, [2])
+        sender.write(receiver.address().replace("127.0.0.1", "localhost"), (1, 0), table([SPAN]))
+        assert isinstance(collect(sender, len)[0], Wrote)
+    assert asked == ["localhost"]
+
+
+def test_a_name_that_is_not_needed_any_more_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, goes_on = [], threading.Event()
+
+    def look_up(host: str, *_: Any) -> Any:
+        asked.append(host)
+        goes_on.wait()
+        raise OSError("nobody")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    connections = [Connection(answering([]), selectors.DefaultSelector()) for _ in range(3)]
+    for index, connection in enumerate(connections):
+        connection.connect(f"tcp://host{index}:1")
+    assert wait(lambda: asked)
+    connections[1].close()
+    goes_on.set()
+    assert wait(lambda: not connections[2].tend())
+    assert connections[2].broken and asked == ["host0", "host2"]
+
+
+def test_what_is_no_name_of_a_host_breaks_that_connection_only() -> None:
+    connection = Connection(answering([]), selectors.DefaultSelector())
+    connection.connect("tcp://a\0b:1")
+    assert wait(lambda: not connection.tend())
+    assert "host is not known" in connection.broken
+
+
+def test_a_connection_that_breaks_while_it_is_idle_loses_nothing(receiver: ThreadTransport) -> None:
+    with open_sender(stall_s=1.0) as sender:
+        receiver.expect((1, 0), 1, [2, 3])
+        sender.write(receiver.address(), (1, 0), table([SPAN]))
+        collect(sender, len)
+        outbound, (peer,) = sender.inner._outbound, sender.inner._outbound._peers.values()
+        write = outbound.write
+
+        def write_and_break(job: Job) -> None:
+            write(job)
+            peer.lanes[0].connection.close("cut")
+
+        outbound.write = write_and_break
+        peer.moved_s -= 60.0  # as long nothing has been written
+        sender.write(receiver.address(), (1, 0), table([SPAN._replace(dst=3)]))
+        (event,) = collect(sender, len)
+    assert isinstance(event, Wrote)
+
+
+def test_lanes_have_their_time_to_connect_however_late_the_welcome_comes() -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    receiver, done = RawReceiver(context), threading.Event()
+
+    def answer() -> None:
+        while not done.is_set():
+            if receiver.socket.poll(10):
+                identity, head, *_ = receiver.socket.recv_multipart()
+                if head[:4] == VERSION:
+                    time.sleep(CONNECT_S + 0.1)
+                reply = pack_welcome(receiver.welcome) if head[:4] == VERSION else pack_ack(Ack(unpack_chunk(head).number, 0))
+                receiver.socket.send_multipart([identity, reply])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        with open_sender(stall_s=3 * CONNECT_S, lanes=2) as sender:
+            sender.write(receiver.address, (1, 0), table([SPAN]))
+            assert isinstance(collect(sender, len)[0], Wrote)
+    finally:
+        done.set()
+        thread.join()
+        context.destroy(linger=0)
+
+
+def answering(begun: list[bytes]) -> Side:
+    def begin(connection: Connection, header: bytes, more: bool) -> Nothing:
+        begun.append(header)
+        return Nothing()
+
+    return Side(True, b"", 100, 100, begin)
