@@ -7,18 +7,18 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import zmq
 
 from kvtransfer.transports import Lost, Wrote
-from kvtransfer.transports.connection import Connection, Nothing, Side
-from kvtransfer.transports.frame import VERSION, Ack, pack_ack, pack_welcome, unpack_chunk
+from kvtransfer.transports.connection import READ, Connection, Nothing, Side
+from kvtransfer.transports.frame import VERSION, Ack, Hello, pack_ack, pack_hello, pack_welcome, unpack_chunk, unpack_welcome
 from kvtransfer.transports.jobs import Job
 from kvtransfer.transports.outbound import CONNECT_S
-from kvtransfer.transports.zmtp import GREETING_BYTES, Handshake, read_head
+from kvtransfer.transports.zmtp import GREETING_BYTES, Handshake, frame_head, read_head
 from tests.transfer_rig import RawReceiver, Span, ThreadTransport, collect, small_arena, table, thread_transport, wait
 
 SPAN = Span("page", 1, 2, 0, 1000)
@@ -174,3 +174,52 @@ def answering(begun: list[bytes]) -> Side:
         return Nothing()
 
     return Side(True, b"", 100, 100, begin)
+
+
+def read_until(connection: Connection, selector: selectors.BaseSelector, enough: Callable[[], bool]) -> None:
+    def look() -> bool:
+        for _, events in selector.select(0):
+            connection.ready(events)
+        return enough()
+
+    assert wait(look)
+
+
+def test_a_flood_of_small_messages_lets_others_get_their_turn() -> None:
+    begun: list[bytes] = []
+    selector = selectors.DefaultSelector()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        with socket.create_connection(listener.getsockname()) as flood:
+            connection = Connection(answering(begun), selector)
+            connection.adopt(listener.accept()[0])
+            thread = threading.Thread(target=greet, args=(flood,))
+            thread.start()
+            read_until(connection, selector, lambda: connection.up)
+            thread.join()
+            flood.sendall(frame_head(0) * 75_000)
+            time.sleep(0.05)
+            connection.ready(READ)
+            assert 0 < len(begun) <= 40_000
+            read_until(connection, selector, lambda: len(begun) == 75_000)
+            connection.close()
+
+
+def test_who_does_not_read_answers_is_not_read_and_loses_none(receiver: ThreadTransport) -> None:
+    hello = pack_hello(Hello(0, 0, 0, bytes(16), {"page": (1, 1), "slot": (1, 1)}))
+    count, port = 60_000, int(receiver.address().rsplit(":", 1)[1])
+    with socket.socket() as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        end.connect(("127.0.0.1", port))
+        greet(end)
+        thread = threading.Thread(target=end.sendall, args=((frame_head(len(hello)) + hello) * count,))
+        thread.start()
+        port_of = receiver.inner._port
+        assert wait(lambda: any(each.paused for each in port_of._members))
+        (connection,) = port_of._members
+        time.sleep(0.2)
+        assert connection.paused and len(connection._leaving) < 1000
+        with end.makefile("rb", 1 << 16) as answers:
+            for _ in range(count):
+                assert unpack_welcome(answers.read(answers.read(2)[1])).path == "zeromq"
+        thread.join()

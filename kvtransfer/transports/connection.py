@@ -38,6 +38,7 @@ Show = Callable[[Any], object]
 Part = tuple[Any, Show | None]  # bytes, and what is to see them once they have left
 BURST_BYTES = 4 << 20  # read or written before others get their turn
 _SMALL_BYTES = 16 << 10  # what is read ahead of where it goes, and copied there
+_MOST_ANSWERS = 256  # that the other end leaves unread: then nothing more is read of it
 _MOST_VIEWS = 64  # in one call of the kernel
 _WASTE = bytearray(PIECE_BYTES)  # where bytes go that nobody wants
 _NAMES = ThreadPoolExecutor(1, "kv-names")  # a name server may take its time
@@ -125,7 +126,7 @@ class Connection:
         self.broken = ""
         self.turned_away = False  # for lack of the password, here or there
         self.up = False  # its handshake is over
-        self.paused = False  # see `Side.may_begin`
+        self.paused = False  # see `Side.may_begin` and _MOST_ANSWERS
         self.host = ""  # of who came in
         self._side, self._selector = side, selector
         self._socket: socket.socket | None = None
@@ -210,10 +211,13 @@ class Connection:
 
     def resume(self) -> None:
         """Goes on with what it was paused for."""
-        if self.paused and not self.broken and self._side.may_begin():
+        if self.paused and not self.broken and self._may_begin():
             self.paused = False
             self._watch(self._interest | READ)
             self.ready(READ)
+
+    def _may_begin(self) -> bool:
+        return self._side.may_begin() and not (self._side.listens and len(self._leaving) >= _MOST_ANSWERS)
 
     def _open(self, where: tuple[str, int]) -> None:
         try:
@@ -338,7 +342,7 @@ class Connection:
                 return
             if not came:
                 raise BadPeer("the other end has closed it")
-            budget -= came
+            budget -= came if came >= PIECE_BYTES else BURST_BYTES // 4  # of small messages it is their number that takes time
             direct = min(came, room)
             self._have = 0, end - begin + came - direct
             self._arrived(direct)
@@ -379,7 +383,7 @@ class Connection:
         """At what comes next, a greeting or a frame; False when more of it is needed."""
         if not self._greeted:
             return self._look_at_greeting(data)
-        if self.up and self._message is None and not self._side.may_begin():
+        if self.up and self._message is None and not self._may_begin():
             self.paused = True
             self._watch(self._interest & ~READ)
             return False
