@@ -113,8 +113,8 @@ class Side:
 
     listens: bool
     password: bytes = field(repr=False)
-    first_bytes: int  # of a message's first frame, at most; a connection that announces more is closed
-    frame_bytes: int  # of another
+    first_bytes: int  # of a message's first frame, at most; a longer one is read to nowhere, and begins as b""
+    frame_bytes: int  # of any; a connection that announces more is closed
     begin: Callable[[Connection, bytes, bool], Incoming]
     may_begin: Callable[[], bool] = lambda: True
 
