@@ -256,6 +256,11 @@ def test_a_window_knows_every_byte_that_may_still_be_written(
     missing = {(*row, at) for row in rows for at in range(WIDTH)}
     claimed: dict[int, tuple[Runs, list[tuple[str, int, int]]]] = {}
 
+    def take(number: int, chunk: list[Place], bytes_of_it: list[tuple[str, int, int]]) -> None:
+        claimed[number] = window.claim(place_table(chunk)), bytes_of_it
+        window.land(number, claimed[number][0])
+        missing.difference_update(bytes_of_it)
+
     def give_back(number: int) -> None:
         ground, bytes_of_it = claimed.pop(number)
         window.give_back(number, ground)
@@ -270,21 +275,19 @@ def test_a_window_knows_every_byte_that_may_still_be_written(
                 (kind, row, at) for kind, row, begin, nbytes in step for at in range(begin, begin + min(nbytes, WIDTH + 1))
             ]
             if missing.issuperset(wanted) and len(set(wanted)) == len(wanted):
-                claimed[number] = window.claim(place_table(step)), wanted
-                window.land(number, claimed[number][0])
-                missing.difference_update(wanted)
+                take(number, step, wanted)
             else:
                 with pytest.raises(BadFrame):
                     window.claim(place_table(step))
         assert window.numbers == claimed.keys()
-    if missing:
-        window.claim(place_table((*byte, 1) for byte in missing))
+    single = order.sample(sorted(missing), len(missing))
+    for at in range(0, len(single), 5):
+        take(100 + at, [(*byte, 1) for byte in single[at : at + 5]], single[at : at + 5])
+    with pytest.raises(BadFrame):
+        window.claim(place_table([("slot", 2, order.randrange(WIDTH), 1)]))
     for number in order.sample([*claimed], len(claimed)):
         give_back(number)
-    ground = window.claim(place_table((*row, 0, WIDTH) for row in rows))  # whole again, and nothing more is
-    window.land(99, ground)
-    with pytest.raises(BadFrame):
-        window.claim(place_table([("slot", 2, 0, 1)]))
+    window.claim(place_table((*row, 0, WIDTH) for row in rows))
 
 
 @pytest.mark.parametrize("offset", [4095 << 20, 2**32 - (1 << 20)], ids=["on it", "and past 32 bits"])

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zmq.auth.thread import ThreadAuthenticator
 
+from kvtransfer.digest import combine, span_digest
 from kvtransfer.transports import Drained, Landed
 from kvtransfer.transports.connection import Connection, Incoming, Outgoing, Side, hurry_within_a_host
 from kvtransfer.transports.counters import Counters
@@ -686,16 +687,14 @@ def test_a_stream_gives_the_same_messages_wherever_it_is_cut(
 def test_a_stream_may_be_cut_inside_whatever_there_is(loop: Loop, then: int) -> None:
     messages = filled([[3], [0], [2, 0, 5], [1, 300, 0], [2, 1]])
     stream = said_by(Handshake(False, b"")) + b"".join(map(framed, messages))
-    for first in range(0, len(stream), 1 if then > 1 else len(stream)):
-        ear = Ear(view_bytes=3)
+    ears = [Ear(view_bytes=3) for _ in range(0, len(stream), 1 if then > 1 else len(stream))]
+    for first, ear in enumerate(ears):
         raw = Raw(loop, ear.side, greets=False)
         raw.feed(stream[:first])
         for at in range(first, len(stream), then):
             raw.feed(stream[at : at + then])
-        loop.until(lambda heard=ear: len(heard.whole) == len(messages))
-        assert ear.whole == messages
-        raw.connection.close()
-        raw.socket.close()
+    loop.until(lambda: all(len(ear.whole) == len(messages) for ear in ears))
+    assert all(ear.whole == messages for ear in ears)
 
 
 @given(st.lists(frame_bytes, min_size=1, max_size=4), st.integers(0), some_segments, st.sampled_from([7, 256, 100_000]))
@@ -1009,6 +1008,7 @@ def test_a_chunk_that_comes_again_elsewhere_lands_once_and_the_first_goes_nowher
     second.feed(framed(page_chunk(5, 2)))
     assert target.answers(second) == [(5, LANDED)]
     assert (target.pages[2:4] == 2).all() and target.count("repeated_frames") == 1
+    assert target.landed()[0].digest == combine(span_digest(KEY, 0, page, 0, bytes([2]) * PAGE) for page in (2, 3))
     first.feed(data[HALF:])
     assert target.answers(first) == [(5, LATE)]
     assert (target.pages[2:4] == 2).all() and len(target.landed()) == 1
