@@ -270,7 +270,7 @@ some_greeting = st.binary(min_size=64, max_size=64) | st.builds(
 
 
 @given(st.booleans(), st.sampled_from([b"", PASSWORD]), some_greeting, st.lists(some_command, max_size=5), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_bytes_are_a_bad_peer_at_worst(
     listens: bool, password: bytes, greeting: bytes, commands: list[bytes], member: bool
 ) -> None:
@@ -665,7 +665,7 @@ def cut(data: bytes, segments: list[int]) -> Iterator[bytes]:
 
 
 @given(some_messages, some_segments, st.sampled_from([7, 256, 5000, 100_000]), st.booleans(), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 def test_a_stream_gives_the_same_messages_wherever_it_is_cut(
     sizes: list[list[int]], segments: list[int], view_bytes: int, long: bool, asks: bool
 ) -> None:
@@ -698,7 +698,7 @@ def test_a_stream_may_be_cut_inside_whatever_there_is(loop: Loop, then: int) -> 
 
 
 @given(st.lists(frame_bytes, min_size=1, max_size=4), st.integers(0), some_segments, st.sampled_from([7, 256, 100_000]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 def test_what_is_diverted_is_written_nowhere_and_the_next_message_is_right(
     sizes: list[int], at: int, segments: list[int], view_bytes: int
 ) -> None:
@@ -721,7 +721,7 @@ def test_what_is_diverted_is_written_nowhere_and_the_next_message_is_right(
 
 
 @given(some_messages, st.lists(st.booleans(), max_size=20), some_segments)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_pause_loses_nothing_of_what_was_read_ahead(sizes: list[list[int]], opens: list[bool], segments: list[int]) -> None:
     loop, ear, messages = Loop(), Ear(), filled(sizes)
     raw = Raw(loop, ear.side)
@@ -831,7 +831,7 @@ some_letters = st.lists(st.lists(st.lists(part_bytes, max_size=3), max_size=3), 
 
 
 @given(some_letters, st.lists(st.integers(0, 9) | st.integers(1, 300_000), max_size=8), st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=35, deadline=None)
 def test_a_message_is_done_and_a_piece_is_shown_when_it_has_left(
     letters: list[list[list[int]]], takes: list[int], early: bool
 ) -> None:
