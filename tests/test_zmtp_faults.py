@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +16,11 @@ import zmq
 
 from kvtransfer.transports import Lost, Wrote
 from kvtransfer.transports.connection import READ, Connection, Nothing, Side
+from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import VERSION, Ack, Hello, pack_ack, pack_hello, pack_welcome, unpack_chunk, unpack_welcome
 from kvtransfer.transports.jobs import Job
 from kvtransfer.transports.outbound import CONNECT_S
+from kvtransfer.transports.port import Port
 from kvtransfer.transports.zmtp import GREETING_BYTES, Handshake, frame_head, read_head
 from tests.transfer_rig import RawReceiver, Span, ThreadTransport, collect, small_arena, table, thread_transport, wait
 
@@ -223,3 +226,54 @@ def test_who_does_not_read_answers_is_not_read_and_loses_none(receiver: ThreadTr
             for _ in range(count):
                 assert unpack_welcome(answers.read(answers.read(2)[1])).path == "zeromq"
         thread.join()
+
+
+def test_where_there_is_room_for_one_message_at_a_time_everybody_gets_it_in_turn() -> None:
+    rooms, begun = [0], Counter[Connection]()
+
+    def begin(connection: Connection, header: bytes, more: bool) -> Nothing:
+        rooms[0] -= 1
+        begun[connection] += 1
+        return Nothing()
+
+    side = Side(True, b"", 100, 100, begin, lambda: rooms[0] > 0)
+    selector, counters = selectors.DefaultSelector(), Counters()
+    port = Port(side, selector, counters)
+    number = port.listen("127.0.0.1")
+    with contextlib.ExitStack() as ends:
+        ends.callback(port.close)
+
+        def turn() -> None:
+            for key, events in selector.select(0):
+                key.data(events)
+            port.tend(time.monotonic())
+
+        for count in range(1, 5):
+            end = ends.enter_context(socket.create_connection(("127.0.0.1", number)))
+            thread = threading.Thread(target=greet, args=(end,))
+            thread.start()
+            assert wait(lambda count=count: turn() is None and len(port._members) == count)
+            thread.join()
+            end.sendall(frame_head(0) * 100)
+        assert wait(lambda: turn() is None and all(each.paused for each in port._members))
+        for _ in range(40):
+            rooms[0] = 1
+            turn()
+    assert len(begun) == 4 and set(begun.values()) == {10}
+
+
+def test_a_port_that_can_take_no_connection_says_so_once(
+    receiver: ThreadTransport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = []
+
+    def full(_: socket.socket) -> None:
+        tries.append(1)
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", full)
+    with socket.create_connection(("127.0.0.1", int(receiver.address().rsplit(":", 1)[1]))) as end:
+        assert wait(lambda: len(tries) > 3)
+        monkeypatch.undo()
+        greet(end)
+    assert caplog.text.count("no connection can be taken") == 1

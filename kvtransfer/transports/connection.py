@@ -209,12 +209,14 @@ class Connection:
         except (BadPeer, OSError) as error:
             self.close(str(error) or type(error).__name__)
 
-    def resume(self) -> None:
-        """Goes on with what it was paused for."""
-        if self.paused and not self.broken and self._may_begin():
-            self.paused = False
-            self._watch(self._interest | READ)
-            self.ready(READ)
+    def resume(self) -> bool:
+        """Goes on with what it was paused for. Whether it could."""
+        if not self.paused or self.broken or not self._may_begin():
+            return False
+        self.paused = False
+        self._watch(self._interest | READ)
+        self.ready(READ)
+        return True
 
     def _may_begin(self) -> bool:
         return self._side.may_begin() and not (self._side.listens and len(self._leaving) >= _MOST_ANSWERS)

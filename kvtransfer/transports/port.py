@@ -9,7 +9,7 @@ import time
 
 from kvtransfer.transports.connection import READ, Connection, Side
 from kvtransfer.transports.counters import Counters
-from wire.curve import MOST_HOSTS, Refusals
+from wire.curve import MOST_HOSTS, WARN_EVERY_S, Refusals
 
 HANDSHAKE_S = 30.0  # to say who one is
 _BACKLOG = 128
@@ -26,8 +26,9 @@ class Port:
         self._side, self._selector, self._counters = side, selector, counters
         self._listener: socket.socket | None = None
         self._strangers: dict[Connection, float] = {}  # whose handshake is not over, and until when it may last
-        self._members: set[Connection] = set()
+        self._members: dict[Connection, None] = {}  # in the order in which they are resumed
         self._full_until_s = 0.0  # no connection more could be had
+        self._warn_at_s = 0.0  # of that again
         self._refusals: Refusals | None = None
         self._hosts: set[str] = set()  # that were turned away
 
@@ -50,14 +51,16 @@ class Port:
         for connection, until_s in list(self._strangers.items()):
             if connection.up:
                 del self._strangers[connection]
-                self._members.add(connection)
+                self._members[connection] = None
             elif connection.broken or now_s > until_s:
                 del self._strangers[connection]
                 self._dismiss(connection)
         for connection in [each for each in self._members if each.broken]:
-            self._members.discard(connection)
+            del self._members[connection]
         for connection in [each for each in self._members if each.paused]:
-            connection.resume()
+            if connection.resume():  # there may be room for one chunk only: the next one is another's
+                del self._members[connection]
+                self._members[connection] = None
         if self._refusals is not None:
             self._refusals.tell(self._hosts)
         if self._full_until_s and now_s > self._full_until_s:
@@ -81,8 +84,11 @@ class Port:
             except ConnectionError:
                 continue
             except OSError as error:  # no descriptor, no memory: who is here already is served all the same
-                _log.warning("no connection can be taken: %s", error)
-                self._full_until_s = time.monotonic() + _FULL_S
+                now_s = time.monotonic()
+                if now_s >= self._warn_at_s:
+                    self._warn_at_s = now_s + WARN_EVERY_S
+                    _log.warning("no connection can be taken: %s", error)
+                self._full_until_s = now_s + _FULL_S
                 self._selector.unregister(self._listener)
                 return
             self._adopt(end)
