@@ -243,19 +243,20 @@ def test_where_there_is_room_for_one_message_at_a_time_everybody_gets_it_in_turn
     with contextlib.ExitStack() as ends:
         ends.callback(port.close)
 
-        def turn() -> None:
+        def turn() -> int:
             for key, events in selector.select(0):
                 key.data(events)
             port.tend(time.monotonic())
+            return sum(each.paused for each in port._members)
 
-        for count in range(1, 5):
+        for _ in range(4):
             end = ends.enter_context(socket.create_connection(("127.0.0.1", number)))
             thread = threading.Thread(target=greet, args=(end,))
             thread.start()
-            assert wait(lambda count=count: turn() is None and len(port._members) == count)
-            thread.join()
+            while thread.is_alive():
+                turn()
             end.sendall(frame_head(0) * 100)
-        assert wait(lambda: turn() is None and all(each.paused for each in port._members))
+        assert wait(lambda: turn() == 4)
         for _ in range(40):
             rooms[0] = 1
             turn()
