@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvtransfer.transports import Lost, Wrote
+from kvtransfer.transports import BulkOptions, Lost, Wrote
 from kvtransfer.transports.connection import READ, Connection, Nothing, Side
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import VERSION, Ack, Hello, pack_ack, pack_hello, pack_welcome, unpack_chunk, unpack_welcome
@@ -278,3 +278,12 @@ def test_a_port_that_can_take_no_connection_says_so_once(
         monkeypatch.undo()
         greet(end)
     assert caplog.text.count("no connection can be taken") == 1
+
+
+@pytest.mark.parametrize("host", ["lo", "*", "0.0.0.0", "localhost"])
+def test_a_port_listens_wherever_the_other_port_of_a_worker_does(host: str) -> None:
+    receiver = ThreadTransport(small_arena(), host=host, advertise="127.0.0.1", options=BulkOptions("zeromq"))
+    with contextlib.closing(receiver), open_sender() as sender:
+        receiver.expect((1, 0), 1, [2])
+        sender.write(receiver.address(), (1, 0), table([SPAN]))
+        assert isinstance(collect(sender, len)[0], Wrote)

@@ -151,7 +151,7 @@ class Outbound:
 
     def _look_after(self, peer: Peer, now_s: float) -> None:
         for lane in peer.lanes:
-            if lane.connection.tend():
+            if lane.connection.tend() and not peer.broken:
                 peer.greeted_s = now_s  # a name server may take its time
             elif not lane.connection.up and now_s - peer.greeted_s >= CONNECT_S:
                 lane.connection.close("it does not answer")

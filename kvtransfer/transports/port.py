@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import selectors
 import socket
+import struct
 import time
 
 from kvtransfer.transports.connection import READ, Connection, Side
@@ -16,6 +18,7 @@ _BACKLOG = 128
 _ACCEPTS = 16  # in one go
 _FULL_S = 0.1  # to look again whether a connection more can be had
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10))  # a host that is gone without a word is noticed
+_SIOCGIFADDR, _IFREQ = 0x8915, struct.Struct("16s4x4s16x")  # netdevice(7)
 _log = logging.getLogger("kvtransfer")
 
 
@@ -34,7 +37,7 @@ class Port:
 
     def listen(self, host: str) -> int:
         """On any free port, which is returned. Raises OSError."""
-        self._listener = socket.create_server(("" if host == "*" else host, 0), backlog=_BACKLOG)
+        self._listener = socket.create_server((_address(host), 0), backlog=_BACKLOG)
         self._listener.setblocking(False)
         port: int = self._listener.getsockname()[1]
         if self._side.password:
@@ -112,3 +115,12 @@ class Port:
             self._refusals.add()
             if connection.turned_away and len(self._hosts) < MOST_HOSTS:
                 self._hosts.add(connection.host)
+
+
+def _address(host: str) -> str:
+    """What libzmq, which a worker's other port listens with, takes for a host: an interface's name too. Raises OSError."""
+    if host not in [name for _, name in socket.if_nameindex()]:
+        return "" if host == "*" else host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        asked = fcntl.ioctl(end, _SIOCGIFADDR, _IFREQ.pack(host.encode(), b""))
+    return socket.inet_ntoa(_IFREQ.unpack(asked)[1])
