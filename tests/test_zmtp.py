@@ -1112,7 +1112,8 @@ def test_a_chunk_that_needs_a_larger_buffer_than_any_is_refused(loop: Loop, devi
     target.inbound.expect(KEY, 1, [1, 2, 3, 4, 5], 0, secret)
     raw = target.connect()
     fits = (4, 5)
-    assert PAGE * len(fits) == CHUNK_BYTES
+    assert target.inbound._buffer_bytes == CHUNK_BYTES
+    target.inbound._buffer_bytes = PAGE * len(fits)
     raw.feed(framed(whole_chunk(5, (1, 2, 3), secret)))
     assert target.answers(raw) == [(5, REFUSED)] and not target.pages.any() and target.count("bad_frames") == 1
     raw.feed(framed(whole_chunk(6, fits, secret)))
