@@ -385,7 +385,7 @@ class Connection:
         """At what comes next, a greeting or a frame; False when more of it is needed."""
         if not self._greeted:
             return self._look_at_greeting(data)
-        if self.up and self._message is None and not self._may_begin():
+        if data and self.up and self._message is None and not self._may_begin():
             self.paused = True
             self._watch(self._interest & ~READ)
             return False
