@@ -14,14 +14,25 @@ from typing import Any
 import pytest
 import zmq
 
-from kvtransfer.transports import BulkOptions, Lost, Wrote
+from kvtransfer.transports import BulkOptions, Drained, Lost, Wrote
 from kvtransfer.transports.connection import READ, Connection, Nothing, Side
 from kvtransfer.transports.counters import Counters
-from kvtransfer.transports.frame import VERSION, Ack, Hello, pack_ack, pack_hello, pack_welcome, unpack_chunk, unpack_welcome
+from kvtransfer.transports.frame import (
+    VERSION,
+    Ack,
+    Hello,
+    Welcome,
+    pack_ack,
+    pack_hello,
+    pack_welcome,
+    unpack_chunk,
+    unpack_welcome,
+)
 from kvtransfer.transports.jobs import Job
 from kvtransfer.transports.outbound import CONNECT_S
 from kvtransfer.transports.port import Port
 from kvtransfer.transports.zmtp import GREETING_BYTES, Handshake, frame_head, read_head
+from tests.test_gpu_link import MIB, large_arena, page_span
 from tests.transfer_rig import RawReceiver, Span, ThreadTransport, collect, small_arena, table, thread_transport, wait
 
 SPAN = Span("page", 1, 2, 0, 1000)
@@ -287,3 +298,46 @@ def test_a_port_listens_wherever_the_other_port_of_a_worker_does(host: str) -> N
         receiver.expect((1, 0), 1, [2])
         sender.write(receiver.address(), (1, 0), table([SPAN]))
         assert isinstance(collect(sender, len)[0], Wrote)
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_memory_that_a_peer_has_answered_for_and_does_not_take_comes_back(cancel: bool) -> None:
+    done = threading.Event()
+
+    def serve() -> None:
+        end = listener.accept()[0]
+        with end:
+            handshake = Handshake(True, b"")
+            end.sendall(handshake.greeting() + handshake.greeted(read(end, GREETING_BYTES)))
+            next_frame(end)  # READY
+            while True:
+                header = next_frame(end)
+                if header[:4] == VERSION:
+                    reply = pack_welcome(Welcome("zeromq", ""))
+                else:
+                    chunk = unpack_chunk(header)
+                    reply = pack_ack(Ack(chunk.number, 0))
+                    if not chunk.probe:
+                        end.sendall(frame_head(len(reply)) + reply)
+                        done.wait()
+                        return
+                    for _ in chunk.spans:
+                        next_frame(end)
+                end.sendall(frame_head(len(reply)) + reply)
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        contextlib.closing(ThreadTransport(large_arena(20), options=BulkOptions("zeromq", stall_s=1.0))) as sender,
+    ):
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            spans = table(page_span(page, page, MIB) for page in range(1, 14))
+            sender.write(f"tcp://127.0.0.1:{listener.getsockname()[1]}", (1, 0), spans)
+            assert wait(lambda: sender.inner._outbound._jobs.closing)
+            if cancel:
+                sender.cancel((1, 0))
+            assert isinstance(collect(sender, len)[0], Drained if cancel else Wrote)
+        finally:
+            done.set()
+            thread.join()

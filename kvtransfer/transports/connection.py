@@ -218,6 +218,11 @@ class Connection:
         self.ready(READ)
         return True
 
+    @property
+    def leaving(self) -> bool:
+        """Whether something is on its way out that could not leave yet."""
+        return bool(self._leaving)
+
     def _may_begin(self) -> bool:
         return self._side.may_begin() and not (self._side.listens and len(self._leaving) >= _MOST_ANSWERS)
 

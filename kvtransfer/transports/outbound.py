@@ -97,7 +97,9 @@ class Peer:
 
     @property
     def busy(self) -> bool:
-        return any(lane.credit < CREDIT for lane in self.lanes)
+        return any(
+            lane.credit < CREDIT or lane.connection.leaving for lane in self.lanes
+        )  # it may answer what it does not read
 
 
 class Outbound:
