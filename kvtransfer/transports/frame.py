@@ -23,9 +23,7 @@ from kvtransfer.transports import Key
 MAX_SPANS = 4096
 MAX_FRAMES = 64  # of payload in one chunk
 CHUNK_BYTES = 8 << 20  # of payload in one chunk at most, unless one span is larger
-STRAIGHT_BYTES = (
-    16 << 20
-)  # the same where it is read to its places at once and needs no buffer: each chunk costs Python a little
+STRAIGHT_BYTES = 16 << 20  # the same where it is read to its places and needs no buffer: each chunk costs Python a little
 PATHS = ("zeromq", "shm", "cuda_ipc")
 SPOKEN = {"zeromq": "ZeroMQ", "shm": "shared memory", "cuda_ipc": "CUDA IPC"}
 MAX_HANDLES_BYTES = 1024  # what leads to a device's memory
