@@ -2,7 +2,7 @@
 
 Nothing here blocks on a peer: a send either queues or is dropped and counted, and a frame that cannot be decoded is
 counted and dropped. A message is one frame: of several, libzmq 4.3.5 ends the process when the connection breaks while the
-socket is closed without lingering (session_base.cpp, `clean_pipes`; `close_lane` in kvtransfer/transports/outbound.py).
+socket is closed without lingering (session_base.cpp, `clean_pipes`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNACKNOWLEDGED_MS = 10_000
 CONNECT_AGAIN_S = 10.0  # of no room in a peer's queue: libzmq has given up one that turned us away, and says it in no other way
 MAX_PEERS = 2048  # connections an outbox holds: peers come and go under new addresses, and nobody says that one is gone
 LOOK_S = 1.0  # at who was turned away: a warning may be due though no member says anything
-MAX_SOCKETS = 2 * MAX_PEERS + 64  # of a process: an outbox, a transport's lanes, the rest; libzmq's own limit is 1023
+MAX_SOCKETS = 2 * MAX_PEERS + 64  # of a process: an outbox, as many that are closed and not gone yet, the rest; else 1023
 
 
 def bind_port(socket: zmq.Socket[bytes], host: str, port: int) -> int:

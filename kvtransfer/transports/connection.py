@@ -140,7 +140,6 @@ class Connection:
         self._have = 0, 0  # of it: bytes that came and were not looked at
         self._coming: deque[tuple[memoryview, memoryview]] = deque()  # of this frame: each view, and what is missing of it
         self._message: Incoming | None = None
-        self._more = False
         self._then: Callable[[], None] | None = None  # when this frame is whole
 
     # --- its life
