@@ -40,9 +40,9 @@ class Looks:
     """See `Digests`; of a chunk to these places. Raises ValueError as `plain_digests` does. As work of other threads (see
     `Begun`) there is nothing to be told of it."""
 
-    def __init__(self, key: Key, places: Places, sums: bool, by_threads: bool = CORES_FREE) -> None:
+    def __init__(self, key: Key, places: Places, sums: bool) -> None:
         self._digests: Digests = plain_digests(key, places, sums)
-        self._by_threads = by_threads
+        self._by_threads = CORES_FREE
         self._missing = num_bytes(places)
         self._shown: list[tuple[Show, Bytes]] = []  # and nobody told to look at
         self._shown_bytes = 0
