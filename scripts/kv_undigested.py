@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from kvtransfer.digest import SpanDigests
-from kvtransfer.transports import engine, packer
+from kvtransfer.transports import engine
 from kvtransfer.transports.bulk import BulkTransport
 from kvtransfer.transports.looks import Looks
 
@@ -29,7 +29,6 @@ def begin_none(digests: SpanDigests | Looks, *place: Any) -> Any:
 if __name__ == "__main__":
     if not (len(sys.argv) == 2 and sys.argv[1].isdecimal()):
         sys.exit("scripts.kv_undigested is a process of scripts.bench_kvtransfer --digest-cost, and is started by that only")
-    setattr(packer, "span_digest", no_digest)  # noqa: B010  mypy: it is a name of another module
-    setattr(SpanDigests, "begin", begin_none)  # noqa: B010
+    setattr(SpanDigests, "begin", begin_none)  # noqa: B010  mypy: it is a name of another module
     setattr(Looks, "begin", begin_none)  # noqa: B010  its threads too
     engine.main(int(sys.argv[1]))

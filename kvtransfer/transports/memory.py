@@ -180,13 +180,6 @@ class CpuMemory:
         kind, number, offset, nbytes = place
         return self._rows[KINDS[kind]][number, offset : offset + nbytes]
 
-    def gather(self, places: Places, out: Bytes) -> None:
-        """Packs the bytes of `places`, one after the other, into `out`."""
-        at = 0
-        for place in places.tolist():
-            out[at : at + place[NBYTES]] = self.direct(place)
-            at += place[NBYTES]
-
     def scatter(self, places: Places, parts: Sequence[Bytes], look: Look = no_look) -> Begun:
         """Starts to put `parts` to `places`. What `look` gives for a place is shown the bytes that its digest is to be made
         of: the arena's own, so that it covers what really landed, in order, piece by piece, while they are in the cache.

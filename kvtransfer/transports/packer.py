@@ -8,15 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from kvtransfer.digest import chunk_digest, combine, span_digest
+from kvtransfer.digest import chunk_digest, combine
 from kvtransfer.spans import NBYTES, Places, Spans, places_of, sources_of
 from kvtransfer.transports import Key
 from kvtransfer.transports.connection import Part
 from kvtransfer.transports.jobs import Piece
-from kvtransfer.transports.looks import Looks
+from kvtransfer.transports.looks import Looks, plain_digests
 from kvtransfer.transports.memory import Begun, Bytes, CpuMemory, DeviceMemory, Memory, Task
 from kvtransfer.transports.seal import NO_PAYLOAD, Seal, tag_digest
-from kvtransfer.transports.sums import HostSums
 
 DIRECT_BYTES = 128 << 10  # a span from this size on is a frame by itself; below, spans share one
 Digest = Callable[[], int]  # waits for it
@@ -117,18 +116,11 @@ def _joined(parts: Sequence[Bytes]) -> Bytes:
 
 def _digest(key: Key, spans: Spans, parts: Sequence[Bytes], sums: bool) -> Digest:
     """Made by a thread of the host, while the peer fetches the bytes."""
-    return Task(partial(_digest_of_sums if sums else _digest_of_bytes, key, places_of(spans), parts)).result
+    return Task(partial(_digest_of, key, places_of(spans), parts, sums)).result
 
 
-def _digest_of_bytes(key: Key, places: Places, parts: Sequence[Bytes]) -> int:
-    return combine(
-        span_digest(key, kind, number, offset, part.data)
-        for (kind, number, offset, _), part in zip(places.tolist(), parts, strict=True)
-    )
-
-
-def _digest_of_sums(key: Key, places: Places, parts: Sequence[Bytes]) -> int:
-    sums = HostSums(key, places)
+def _digest_of(key: Key, places: Places, parts: Sequence[Bytes], sums: bool) -> int:
+    digests = plain_digests(key, places, sums)
     for place, part in zip(places.tolist(), parts, strict=True):
-        sums.begin(place)(part)
-    return sums.combined()
+        digests.begin(place)(part)
+    return digests.combined()

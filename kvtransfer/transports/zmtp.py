@@ -12,7 +12,6 @@ import struct
 from collections.abc import Iterator
 
 GREETING_BYTES = 64
-HEAD_BYTES = 9  # of a frame, at most
 MAX_COMMAND_BYTES = 1024  # of a handshake; libzmq's own are a tenth of it
 MORE, _LONG, COMMAND = 1, 2, 4  # a frame's flags
 _SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
