@@ -11,7 +11,6 @@ from typing import Any
 from kvtransfer.digest import SpanDigests
 from kvtransfer.transports import engine
 from kvtransfer.transports.bulk import BulkTransport
-from kvtransfer.transports.looks import Looks
 
 
 class UndigestedTransport(BulkTransport):
@@ -22,7 +21,7 @@ def no_digest(*place_and_data: Any) -> int:
     return 0
 
 
-def begin_none(digests: SpanDigests | Looks, *place: Any) -> Any:
+def begin_none(digests: SpanDigests, *place: Any) -> Any:
     return no_digest
 
 
@@ -30,5 +29,4 @@ if __name__ == "__main__":
     if not (len(sys.argv) == 2 and sys.argv[1].isdecimal()):
         sys.exit("scripts.kv_undigested is a process of scripts.bench_kvtransfer --digest-cost, and is started by that only")
     setattr(SpanDigests, "begin", begin_none)  # noqa: B010  mypy: it is a name of another module
-    setattr(Looks, "begin", begin_none)  # noqa: B010  its threads too
     engine.main(int(sys.argv[1]))

@@ -1625,6 +1625,15 @@ def test_the_log_says_that_tcp_paces_loopback(
     assert ("use BBR" in caplog.text) == (algorithm == "bbr")
 
 
+@pytest.mark.parametrize(("version", "slow"), [("3.5.0", True), ("4.0.1", True), ("4.1.0", False), ("10.0.0rc1", False)])
+def test_the_log_says_that_digests_are_slow(
+    version: str, slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("xxhash.VERSION", version)
+    thread_transport(small_arena()).close()
+    assert (f"xxhash {version} makes digests of KV at a half" in caplog.text) == slow
+
+
 @pytest.mark.parametrize(("before_s", "after_s"), [(0.005, 0.00005), (0.00002, 0.00002)])
 def test_a_thread_that_computes_gives_way_to_the_engine_soon(before_s: float, after_s: float) -> None:
     kept_s = sys.getswitchinterval()

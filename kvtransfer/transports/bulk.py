@@ -15,6 +15,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from kvtransfer.sharing import SharedMemory
 from kvtransfer.spans import KIND, KINDS, NBYTES, Spans, sources_of, spoken, strays, to_bytes
 from kvtransfer.transports import MAX_WRITE_SPANS, BulkOptions, Event, Key, Link
@@ -37,6 +39,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _SWITCH_S = 0.00005  # who computes in Python gives way to the engine's thread after so long; of Python's own 5 ms many add up
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _MAX_NAME = 100  # characters
+_FAST_XXHASH = (4, 1)  # finds out at run time which vector instructions there are
 _DEFAULTS = BulkOptions()
 _log = logging.getLogger("kvtransfer")
 
@@ -70,6 +73,7 @@ class BulkTransport:
             self._memory = self._start_thread(arena, host, options, theirs)
         self._address = f"tcp://{advertise or host}:{self._await_port()}"
         _warn_of_pacing()
+        _warn_of_slow_digests()
 
     def address(self) -> str:
         return self._address
@@ -253,4 +257,12 @@ def _warn_of_pacing() -> None:
         _log.warning(
             "TCP connections here use BBR, which paces them: KV within this host goes by reno where it may be chosen, KV to "
             "other hosts by BBR, in a fast network at about half of what reno or cubic reach"
+        )
+
+
+def _warn_of_slow_digests() -> None:
+    if tuple(map(int, xxhash.VERSION.split(".")[:2])) < _FAST_XXHASH:
+        _log.warning(
+            "xxhash %s makes digests of KV at a half to a third of the speed of 4.1: python3 -m pip install 'xxhash>=4.1'",
+            xxhash.VERSION,
         )

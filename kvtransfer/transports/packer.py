@@ -13,9 +13,9 @@ from kvtransfer.spans import NBYTES, Places, Spans, places_of, sources_of
 from kvtransfer.transports import Key
 from kvtransfer.transports.connection import Part
 from kvtransfer.transports.jobs import Piece
-from kvtransfer.transports.looks import Looks, plain_digests
 from kvtransfer.transports.memory import Begun, Bytes, CpuMemory, DeviceMemory, Memory, Task
 from kvtransfer.transports.seal import NO_PAYLOAD, Seal, tag_digest
+from kvtransfer.transports.sums import host_digests
 
 DIRECT_BYTES = 128 << 10  # a span from this size on is a frame by itself; below, spans share one
 Digest = Callable[[], int]  # waits for it
@@ -83,9 +83,9 @@ def _payload(memory: CpuMemory, piece: Piece, header: bytes, sums: bool) -> Pack
     parts = [memory.direct(source) for source in sources_of(spans).tolist()]
     if piece.job.seal is not None:
         return _sealed(piece.job.seal, piece.number, header, [_joined(parts[group]) for group in _groups(spans)])
-    looks = Looks(key, places_of(spans), sums)
-    shows = map(looks.begin, places_of(spans).tolist(), parts)
-    return [list(zip(parts, shows, strict=True))], lambda: looks.combined
+    digests = host_digests(key, places_of(spans), sums)
+    shows = map(digests.begin, places_of(spans).tolist())
+    return [list(zip(parts, shows, strict=True))], lambda: digests.combined
 
 
 def _from_device(piece: Piece, header: bytes, packed: Bytes, begun: Begun) -> Packed:
@@ -120,7 +120,7 @@ def _digest(key: Key, spans: Spans, parts: Sequence[Bytes], sums: bool) -> Diges
 
 
 def _digest_of(key: Key, places: Places, parts: Sequence[Bytes], sums: bool) -> int:
-    digests = plain_digests(key, places, sums)
+    digests = host_digests(key, places, sums)
     for place, part in zip(places.tolist(), parts, strict=True):
         digests.begin(place)(part)
     return digests.combined()

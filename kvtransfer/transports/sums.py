@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.digest import chunk_digest
+from kvtransfer.digest import SpanDigests, chunk_digest
 from kvtransfer.spans import KIND, NBYTES, OFFSET, Place, Places
 from kvtransfer.transports import Key
 from kvtransfer.transports.memory import Bytes
@@ -52,6 +52,14 @@ class HostSums:
     def combined(self) -> int:
         pages_first = sorted(self._sums, key=lambda place: place[KIND])
         return chunk_digest(self._key, self._places, b"".join(self._sums[place] for place in pages_first))
+
+
+def host_digests(key: Key, places: Places, sums: bool) -> HostSums | SpanDigests:
+    """For the bytes of a chunk to these places. `sums`: see `Chunk`.
+
+    Raises ValueError for places that a device cannot make sums of.
+    """
+    return HostSums(key, places) if sums else SpanDigests(key)
 
 
 def _sums(piece: Bytes) -> bytes:

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.digest import chunk_digest, combine
+from kvtransfer.digest import SpanDigests, chunk_digest, combine
 from kvtransfer.spans import NBYTES, places_of, sources_of
 from kvtransfer.transports.connection import Show, pieces
 from kvtransfer.transports.frame import MAX_FRAMES, BadFrame, Chunk
-from kvtransfer.transports.looks import Looks, plain_digests
 from kvtransfer.transports.memory import Begun, Bytes, Copying, CpuMemory, DeviceMemory, DevicePeer, Memory
 from kvtransfer.transports.seal import NO_PAYLOAD, TAG_BYTES, Seal, tag_digest
+from kvtransfer.transports.sums import HostSums, host_digests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class Arrival:
         self.straight = isinstance(memory, CpuMemory) and seal is None and not chunk.memory_name
         if isinstance(memory, DeviceMemory) and not chunk.sums:
             raise BadFrame("a digest of bytes that no host sees")
-        self._looks = self._begin_looks() if self.straight else None
+        self._digests = self._begin_digests() if self.straight else None
 
     def room(self, nbytes: int, more: bool) -> list[Any]:
         """Where the next frame goes; see `Incoming`."""
@@ -82,9 +82,9 @@ class Arrival:
 
     def read(self) -> Copy:
         """Of bytes that were read to their places: what is left to be done is their digest."""
-        looks = self._looks
-        assert looks is not None
-        return Copy(self.chunk, None, looks, lambda _: looks.combined())
+        digests = self._digests
+        assert digests is not None
+        return Copy(self.chunk, None, Copying(), lambda _: digests.combined())
 
     def check_whole(self) -> None:
         """Nothing follows."""
@@ -105,15 +105,12 @@ class Arrival:
             tags = self._unseal(self._memory)
             return Copy(self.chunk, None, Copying(), lambda _: tags)
         parts = self._views(source)
-        try:
-            digests = plain_digests(self.chunk.key, self._wanted, self.chunk.sums)
-        except ValueError as error:
-            raise BadFrame(str(error)) from error
+        digests = self._begin_digests()
         return Copy(self.chunk, parts, self._memory.scatter(self._wanted, parts, digests.begin), lambda _: digests.combined())
 
-    def _begin_looks(self) -> Looks:
+    def _begin_digests(self) -> HostSums | SpanDigests:
         try:
-            return Looks(self.chunk.key, self._wanted, self.chunk.sums)
+            return host_digests(self.chunk.key, self._wanted, self.chunk.sums)
         except ValueError as error:
             raise BadFrame(str(error)) from error
 
@@ -127,13 +124,12 @@ class Arrival:
         return self._frames[-1]
 
     def _places(self, memory: CpuMemory, first: int, end: int) -> list[Any]:
-        assert self._looks is not None
+        assert self._digests is not None
         views = []
         for place in self._wanted[first:end].tolist():
-            whole = memory.direct(place)
-            new = pieces(whole)
+            new = pieces(memory.direct(place))
             views += new
-            self._shows += [self._looks.begin(place, whole)] * len(new)
+            self._shows += [self._digests.begin(place)] * len(new)
         return views
 
     def _to_device(self, memory: DeviceMemory, source: CpuMemory | DevicePeer | None, mark: int) -> Copy:
