@@ -23,6 +23,7 @@ from collections import deque
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvtransfer.arena import Arena
@@ -40,7 +41,8 @@ Pieces = tuple[Offsets, Offsets, Offsets]  # [n] each: offsets in our memory, in
 LAYOUT = kv_layout(ModelConfig.from_json(RELEASED))
 END_S = 5.0  # for a process that has hung up to say why
 _POLL_S = 1e-4
-_SETTINGS = {"UCX_TLS": "tcp", "MC_LOG_LEVEL": "WARNING", "NIXL_LOG_LEVEL": "WARN"}  # unless the environment has others
+_UCX_TLS = "tcp,cuda_copy" if torch.cuda.is_available() else "tcp"  # where there is a GPU, NIXL refuses to be without the second
+_SETTINGS = {"UCX_TLS": _UCX_TLS, "MC_LOG_LEVEL": "WARNING", "NIXL_LOG_LEVEL": "WARN"}  # unless the environment has others
 
 
 class Library(Protocol):
@@ -90,7 +92,7 @@ class Mooncake:
 
 
 class Nixl:
-    """An agent of NIXL with the UCX backend, which UCX_TLS=tcp keeps from memory that the two ends may share."""
+    """An agent of NIXL with the UCX backend, which UCX_TLS keeps from memory that the two ends may share."""
 
     module = package = "nixl"
 
