@@ -101,11 +101,12 @@ def _last_positions(positions, first, count, MEMBERS, MEMBERS_PADDED, GROUPS_PAD
 
 
 @gluon_jit
-def _share(pages, ends, numbers, programs):
+def _share(pages, ends, numbers, programs, STAGES: gl.constexpr):
     """This program's part of the pages of all groups, laid end to end: int32 (first, behind the last).
 
-    Long parts are equal. Short ones belong to one group each, because to begin with another costs as much as some pages: their
-    number is the least (nearly) for which there are not more parts than programs.
+    Long parts are equal, in whole turns of the loop: a turn that is not whole reads a page for nothing. Short ones belong to
+    one group each, because to begin with another costs as much as some pages: their number is the least (nearly) for which
+    there are not more parts than programs.
     """
     program, total = gl.program_id(0), gl.sum(pages, 0)
     first = (program.to(gl.int64) * total // programs).to(gl.int32)
@@ -125,6 +126,9 @@ def _share(pages, ends, numbers, programs):
             start = gl.sum(gl.where(mine, ends, 0), 0) - group_pages
             divisor = gl.maximum(group_parts, 1)  # 0 for a program without work
             first, stop = start + part * group_pages // divisor, start + (part + 1) * group_pages // divisor
+    else:
+        first = first // STAGES * STAGES
+        stop = gl.where(program + 1 < programs, stop // STAGES * STAGES, total)
     return first, stop
 
 
@@ -238,7 +242,7 @@ def _score_kernel(
     pages = gl.where(entries > TOPK, _divide_up(entries, 64), 0)
     ends = gl.associative_scan(pages, 0, _add)
     numbers = gl.arange(0, GROUPS_PADDED, FLAT)
-    place, stop = _share(pages, ends, numbers, programs)
+    place, stop = _share(pages, ends, numbers, programs, STAGES)
     page_row = gl.arange(0, 64, gl.SliceLayout(1, MMA))
     parity = 0
     while place < stop:
