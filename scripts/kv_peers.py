@@ -41,8 +41,12 @@ Pieces = tuple[Offsets, Offsets, Offsets]  # [n] each: offsets in our memory, in
 LAYOUT = kv_layout(ModelConfig.from_json(RELEASED))
 END_S = 5.0  # for a process that has hung up to say why
 _POLL_S = 1e-4
-_UCX_TLS = "tcp,cuda_copy" if torch.cuda.is_available() else "tcp"  # where there is a GPU, NIXL refuses to be without the second
-_SETTINGS = {"UCX_TLS": _UCX_TLS, "MC_LOG_LEVEL": "WARNING", "NIXL_LOG_LEVEL": "WARN"}  # unless the environment has others
+
+
+def settings() -> dict[str, str]:
+    """Of the libraries, unless the environment has others. Where there is a GPU, NIXL refuses UCX without cuda_copy."""
+    transports = "tcp,cuda_copy" if torch.cuda.is_available() else "tcp"
+    return {"UCX_TLS": transports, "MC_LOG_LEVEL": "WARNING", "NIXL_LOG_LEVEL": "WARN"}
 
 
 class Library(Protocol):
@@ -154,7 +158,7 @@ class Peer:
         with theirs:
             self._process = subprocess.Popen(
                 [*command, *map(str, target or ())],
-                env=_SETTINGS | os.environ,
+                env=settings() | os.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,

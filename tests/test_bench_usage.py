@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from scripts import bench_decode, bench_handoff, bench_kvtransfer, bench_router, bench_serving, bench_speculate, tiny_tokenizer
+from scripts import (
+    bench_decode,
+    bench_handoff,
+    bench_kvtransfer,
+    bench_router,
+    bench_serving,
+    bench_speculate,
+    kv_peers,
+    tiny_tokenizer,
+)
 from tests.ports import closed_port
 from wire.options import parse
 
@@ -76,6 +85,14 @@ def test_a_server_or_a_model_that_is_not_there_is_one_line(
             assert bench_serving.main() == 2
             (said,) = capsys.readouterr().err.splitlines()
             assert said.startswith("bench_serving: ") and what.removeprefix("http://") in said
+
+
+@pytest.mark.parametrize(("gpu", "transports"), [(False, "tcp"), (True, "tcp,cuda_copy")])
+def test_nixl_is_given_what_it_asks_for_where_there_is_a_gpu(
+    gpu: bool, transports: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    assert kv_peers.settings()["UCX_TLS"] == transports
 
 
 @pytest.mark.parametrize(("name", "owner"), [("kv_peers", "--peers"), ("kv_undigested", "--digest-cost")])
