@@ -84,12 +84,14 @@ class Bulk:
         return self._descriptor
 
 
-def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     context: zmq.Context[Any] = zmq.Context()
     router = Inbox(context)
     config = WorkerConfig(model="m", router=router.address, page_tokens=8)
     presence = Presence("prefill", config, context)
-    counts = {"total_pages": 10, "queued": 0}
+    counts = {"total_pages": 10, "queued": 0, "running": 3}
     live = [(1, 0)]
     presence.join({"page_tokens": 8}, Model(), 7, lambda: dict(counts), lambda: live, Bulk())
     counts["queued"] = 1
@@ -119,7 +121,9 @@ def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work(m
     outbox.send(presence.inbox.address, status)
     presence.wait(idle=True)
     assert time.monotonic() - start_s < 60, "a message wakes it"
-    presence.leave()
+    with caplog.at_level("INFO", "wire"):
+        presence.leave()
+    assert f"{presence.name} leaves: 3 running and 2 queued sequences go to other workers" in caplog.messages
     outbox.close()
     router.close()
     context.destroy(linger=0)

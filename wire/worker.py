@@ -27,6 +27,7 @@ from wire.options import option, require_port
 from wire.sockets import Inbox, Outbox, open_context
 from wire.timeline import show_timelines
 
+_log = logging.getLogger("wire")
 REFUSED_EXIT = 3
 LOST_EXIT = 4
 LAST_WORDS_MS = 500  # what is still queued when the process ends, "gone" among it, may take that long to leave
@@ -222,6 +223,9 @@ class Presence:
 
     def leave(self) -> None:
         """Says "gone" and closes the sockets."""
+        counts = self._counts()
+        running, queued = counts["running"], counts["queued"]
+        _log.info("%s leaves: %d running and %d queued sequences go to other workers", self.name, running, queued)
         self._heartbeat.close()
         self.outbox.close()
         self.inbox.close()
