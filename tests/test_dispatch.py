@@ -15,7 +15,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.errors import ApiError
 from router.health import Health
-from router.pool import Ledger
+from router.pool import Ledger, Worker
 from router.request import Key, Request
 from router.strays import LIMIT as strays_limit
 from router.strays import Strays
@@ -1119,6 +1119,12 @@ def test_messages_that_make_no_sense_here_are_counted() -> None:
     bench.join("decode", "d", identity={})
     bench.submit()
     assert len(bench.prefills()) == 1
+
+
+@pytest.mark.parametrize("counters", [{}, {"steps": 0}], ids=str)
+def test_a_full_worker_before_its_first_step_counts_as_at_work(counters: dict[str, int]) -> None:
+    status = Status("prefill", "p0", "serving", "tcp://p0", {}, {"queued": 1}, [counters, {}, {}], b"", 1)
+    assert Worker(status, 0.0).is_saturated(100.0)
 
 
 def test_a_ledger_never_goes_negative() -> None:

@@ -604,6 +604,7 @@ def test_models_metrics_and_the_api_description() -> None:
         assert f'pdserve_tokens_total{{role="decode",worker="{name}"}} 7' in page
         assert 'pdserve_requests_total{role="router",worker="router"} 1' in page
         assert 'pdserve_healthy{role="router",worker="router"} 1' in page
+        assert 'pdserve_retries_total{role="router",worker="router"} 0' in page
         assert re.search(r"^pdserve_ttft_seconds_count\{.*\} [1-9]", page, re.M)
 
     check(test)

@@ -114,6 +114,7 @@ def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work(
     assert status.load.items() >= {**facts, **counts}.items()
     assert (unpack_keys(status.live), status.turn) == ([(1, 0), (2**62, 3)], 3)
     counters, gauges, _ = status.metrics
+    assert counters["transfers_broken"] == 0
     assert (counters["bad_frames"], counters["late_frames"], counters["steps"], gauges["queued"]) == (2, 5, 1, 2)
     outbox = Outbox(context)
     monkeypatch.setattr("wire.worker.IDLE_WAIT_MS", 120_000)

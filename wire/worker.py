@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 import zmq
 
 from wire.codec import schema_digest
+from wire.counters import COUNTERS
 from wire.curve import require_key
 from wire.heartbeat import Heartbeat
 from wire.messages import Refused, Status, pack_keys
@@ -162,7 +163,7 @@ class Presence:
 
     def __init__(self, role: str, config: WorkerConfig, context: zmq.Context[Any]) -> None:
         self.name = f"{role}-{secrets.token_hex(4)}"
-        self.metrics = Metrics()
+        self.metrics = Metrics(COUNTERS[role])
         try:
             self.inbox = Inbox(context, config.host, config.port, config.advertise)
         except zmq.ZMQError as error:
