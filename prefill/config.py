@@ -16,6 +16,7 @@ class PrefillConfig(WorkerConfig):
 
     step_tokens: int = option(0, help="tokens computed in one step, all prompts together; 0: 8192 on a GPU, 512 on a CPU")
     chunk_tokens: int = option(0, help="tokens of one prompt computed in one step; 0: 8192 on a GPU, 256 on a CPU")
+    kv_floor: float = option(0.0, help="GB/s that a decode worker must take in its test to be used; 0: any speed will do")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -23,6 +24,6 @@ class PrefillConfig(WorkerConfig):
         chunk_tokens = self.chunk_tokens or min(chunk_tokens, self.step_tokens or chunk_tokens)
         object.__setattr__(self, "step_tokens", self.step_tokens or max(step_tokens, chunk_tokens))
         object.__setattr__(self, "chunk_tokens", chunk_tokens)
-        self.require(chunk_tokens=1, step_tokens=2)
+        self.require(chunk_tokens=1, step_tokens=2, kv_floor=0)
         if self.step_tokens < self.chunk_tokens:
             raise ValueError(f"--step-tokens is {self.step_tokens}; it must be at least --chunk-tokens, {self.chunk_tokens}")

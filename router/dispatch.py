@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from router.config import RouterConfig
-from router.errors import ApiError, gave_up, internal, unavailable
+from router.errors import ApiError, gave_up, internal, no_worker_came, unavailable
 from router.losses import Losses
 from router.pool import MAX_WORKERS, ROLES, Pool, Refusal, Worker
 from router.request import Key, Parked, Request, Sample, Try
@@ -300,7 +300,9 @@ class Dispatcher:
         self._unpark()
         for parked in self._parked:
             if now >= parked.until_s:
-                self._fail(parked.request, unavailable(f"{self.pool.missing()}{_because(parked.request.failure)}"))
+                request, missing = parked.request, self.pool.missing()
+                request.reason = request.reason or missing  # so that the log has its number
+                self._fail(request, no_worker_came(request.rid, f"{missing}{_because(request.failure)}"))
         self._parked = [parked for parked in self._parked if not parked.request.closed]
 
     def _forgive_stall(self, now: float) -> None:

@@ -6,6 +6,7 @@ import json
 
 _TYPES = {400: "invalid_request_error", 404: "not_found_error", 405: "invalid_request_error", 413: "invalid_request_error"}
 _TYPES |= {415: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+_SEND_AGAIN = "Send it again; the server's log has the details under that number"
 
 
 class ApiError(Exception):
@@ -44,10 +45,15 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="no_workers", retry_after_s=1)
 
 
+def no_worker_came(rid: int, missing: str) -> ApiError:
+    """`unavailable`, of a request that was accepted: the log has more under its number."""
+    return unavailable(f"request {rid} ended: {missing}. {_SEND_AGAIN}")
+
+
 def gave_up(rid: int, failure: str, tries: int, code: str) -> ApiError:
     """A 500 after the last try. It names no worker: the log does, under the same number."""
     ended = f"request {rid} ended after {tries} attempt{'s' if tries > 1 else ''}: {failure}"
-    return ApiError(500, f"{ended}. Send it again; the server's log has the details under that number", code=code)
+    return ApiError(500, f"{ended}. {_SEND_AGAIN}", code=code)
 
 
 def internal() -> ApiError:

@@ -53,7 +53,7 @@ class Worker:
         self.failures = 0  # since it worked
         self.picked = 0
         self.stepped_s = -math.inf  # last time its report showed that its loop had computed something
-        self._steps: float | None = None  # None: it does not report any
+        self._steps: float | None = None  # None: it has not reported any
         self._turn = status.turn
         self._turn_s = now_s
         self.update(status, now_s)
@@ -62,7 +62,7 @@ class Worker:
         self.seen_s = now_s
         self.load = {name: value for name, value in status.load.items() if _is_number(value)}
         self.metrics = status.metrics if valid_snapshot(status.metrics) else [{}, {}, {}]
-        steps = self.metrics[0].get("steps")
+        steps = self.metrics[0].get("steps") or None
         if steps and steps != self._steps:
             self.stepped_s = now_s
         self._steps = steps

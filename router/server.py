@@ -19,6 +19,7 @@ from router.dispatch import Dispatcher
 from router.errors import ApiError
 from router.health import Health
 from router.text import Tokenizer
+from wire.counters import COUNTERS
 from wire.metrics import Metrics
 from wire.sockets import Inbox, Outbox, open_context
 
@@ -36,7 +37,7 @@ class Router:
         path = config.tokenizer_path
         self.tokenizer = Tokenizer(path) if path is not None else None
         self.config = config
-        self.metrics = Metrics()
+        self.metrics = Metrics(COUNTERS["router"])
         self._context = open_context(config.cluster_key)
         try:
             self.inbox = Inbox(self._context, config.inbox_host, config.inbox_port, config.advertise)

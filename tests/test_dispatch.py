@@ -15,7 +15,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.errors import ApiError
 from router.health import Health
-from router.pool import Ledger
+from router.pool import Ledger, Worker
 from router.request import Key, Request
 from router.strays import LIMIT as strays_limit
 from router.strays import Strays
@@ -850,6 +850,9 @@ def decode_falls_silent(bench: Bench, request: Request) -> None:
     bench.wait(3.5, silent=["d0"])
 
 
+AGAIN = "Send it again; the server's log has the details under that number"
+
+
 @pytest.mark.parametrize(
     ("happens", "code", "told", "logged"),
     [
@@ -869,8 +872,7 @@ def test_the_client_is_told_what_failed_and_the_log_who(
     request, heard = bench.submit()
     happens(bench, request)
     assert heard.error is not None and (heard.error.status, heard.error.code) == (500, code)
-    again = "Send it again; the server's log has the details under that number"
-    assert heard.error.message == f"request {request.rid} ended after 1 attempt: {told}. {again}"
+    assert heard.error.message == f"request {request.rid} ended after 1 attempt: {told}. {AGAIN}"
     [line] = [text for text in caplog.messages if text.startswith(f"request {request.rid} ended with status 500: ")]
     assert logged in line
 
@@ -884,7 +886,10 @@ def test_a_request_that_ends_waiting_for_a_worker_names_none_either(
     request, heard = bench.submit()
     bench.wait(9, silent=["d0"])
     assert heard.error is not None and heard.error.status == status
-    assert heard.error.message.endswith("(last failure: a decode worker was lost)")
+    said = "(last failure: a decode worker was lost)"
+    if status == 503:
+        said = f"request {request.rid} ended: no live decode worker {said}. {AGAIN}"
+    assert heard.error.message.endswith(said)
     assert f"request {request.rid} ended with status {status}: decode worker d0 was silent for " in caplog.text
 
 
@@ -926,7 +931,7 @@ def test_a_lost_prefill_worker_matters_only_until_the_first_token() -> None:
     assert bench.is_empty()
 
 
-def test_an_accepted_request_waits_a_while_for_a_worker_to_come_back() -> None:
+def test_an_accepted_request_waits_a_while_for_a_worker_to_come_back(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(recovery_wait_s=5, dead_after_s=3)
     bench.pair()
     request, heard = bench.submit()
@@ -938,8 +943,12 @@ def test_an_accepted_request_waits_a_while_for_a_worker_to_come_back() -> None:
     assert [m.decode_inbox for _, m in bench.prefills()[-2:]] == ["tcp://d0-again"] * 2
     bench.dispatcher.cancel(request)
     bench.join("decode", "d0", state="gone", inbox="tcp://d0-again")
+    late, never_sent = bench.submit()
     bench.wait(5.1)
     assert unlucky.error is not None and unlucky.error.status == 503 and "no live decode" in unlucky.error.message
+    assert never_sent.error is not None and never_sent.error.status == 503
+    assert never_sent.error.message == f"request {late.rid} ended: no live decode worker. {AGAIN}"
+    assert f"request {late.rid} ended with status 503: no live decode worker" in caplog.messages
     assert bench.is_empty() and other.closed
 
 
@@ -1110,6 +1119,12 @@ def test_messages_that_make_no_sense_here_are_counted() -> None:
     bench.join("decode", "d", identity={})
     bench.submit()
     assert len(bench.prefills()) == 1
+
+
+@pytest.mark.parametrize("counters", [{}, {"steps": 0}], ids=str)
+def test_a_full_worker_before_its_first_step_counts_as_at_work(counters: dict[str, int]) -> None:
+    status = Status("prefill", "p0", "serving", "tcp://p0", {}, {"queued": 1}, [counters, {}, {}], b"", 1)
+    assert Worker(status, 0.0).is_saturated(100.0)
 
 
 def test_a_ledger_never_goes_negative() -> None:

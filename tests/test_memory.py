@@ -173,7 +173,6 @@ def test_memory_options() -> None:
         ({"max_context": 1}, "--max-context is 1"),
         ({"memory_fraction": 0.0}, "--memory-fraction is 0.0"),
         ({"memory_fraction": 1.5}, "--memory-fraction is 1.5"),
-        ({"kv_floor": float("nan")}, "--kv-floor is nan"),
         ({"capture": "check"}, "--capture check captures the steps of a GPU; it needs --device cuda"),
         ({"transport": "cuda_ipc"}, "--transport cuda_ipc goes from GPU to GPU; it needs --device cuda"),
     ):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.dispatch import _CAUSES
+from router.errors import _TYPES
 from wire.codec import decode, encode
+from wire.counters import COUNTERS
 from wire.messages import Status
 from wire.metrics import Metrics, render, valid_snapshot
 
+ROOT = Path(__file__).parents[1]
 LINE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)')
 
 
@@ -160,3 +165,22 @@ def test_total_takes_over_a_count() -> None:
     for seen in (3, 5):
         metrics.total("bad_frames", seen)
     assert metrics.count("bad_frames") == 5
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_what_a_program_counts_is_there_before_it_happens(role: str) -> None:
+    files = [*(ROOT / role).glob("*.py"), *([] if role == "router" else [ROOT / "wire/worker.py"])]
+    counted = {name for file in files for name in re.findall(r'metrics\.add\("(\w+)"', file.read_text())}
+    known = set(COUNTERS[role])
+    assert counted and counted == {name for name in known if not name.startswith(("http_", "failures_"))} | (
+        counted & {"http_400", "http_413", "http_500"}
+    )
+    if role == "router":
+        assert {f"failures_{cause}" for cause in _CAUSES} < known and {f"http_{status}" for status in _TYPES} < known
+
+
+def test_counters_that_are_named_begin_with_0() -> None:
+    metrics = Metrics(["retries"])
+    assert parse(render([({}, metrics.snapshot())])) == {("pdserve_retries_total", ""): 0}
+    metrics.add("retries")
+    assert metrics.count("retries") == 1

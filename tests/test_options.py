@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from decode.config import DecodeConfig
+from prefill.config import PrefillConfig
 from router.config import RouterConfig
 from scripts.launch_local import LocalConfig
 from wire.options import option, parse
@@ -108,3 +110,15 @@ def test_help_shows_texts_and_defaults(capsys: pytest.CaptureFixture[str]) -> No
         "--no-trace",
     ):
         assert part in text
+
+
+def test_the_floor_of_a_link_is_set_where_it_is_tested(capsys: pytest.CaptureFixture[str]) -> None:
+    to = ["--model=m", "--router=tcp://h:1"]
+    assert parse(PrefillConfig, "prefill", [*to, "--kv-floor=2.5"]).kv_floor == 2.5
+    for cls, floor, said in (
+        (PrefillConfig, "nan", "--kv-floor is nan; it must be at least 0"),
+        (DecodeConfig, "2.5", "unrecognized arguments: --kv-floor=2.5"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(cls, "worker", [*to, f"--kv-floor={floor}"])
+        assert said in capsys.readouterr().err

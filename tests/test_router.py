@@ -207,7 +207,8 @@ def test_no_worker_left_in_mid_stream_is_an_error_event_and_a_clean_end() -> Non
             cluster.decodes[0].silent = True
             parsed = events("data:" + (await response.text()).split("data:", 1)[1])  # reads to the last chunk or raises
         assert "[DONE]" not in parsed and parsed[-1]["error"]["code"] == "no_workers"
-        assert parsed[-1]["error"]["message"] == "no live decode worker (last failure: a decode worker was lost)"
+        said = r"request \d+ ended: no live decode worker \(last failure: a decode worker was lost\)\. Send it again; "
+        assert re.match(said, parsed[-1]["error"]["message"])
         await until(lambda: is_idle(cluster))
 
     check(test, script=SLOW, recovery_wait_s=0.3, dead_after_s=1.5)
@@ -603,6 +604,7 @@ def test_models_metrics_and_the_api_description() -> None:
         assert f'pdserve_tokens_total{{role="decode",worker="{name}"}} 7' in page
         assert 'pdserve_requests_total{role="router",worker="router"} 1' in page
         assert 'pdserve_healthy{role="router",worker="router"} 1' in page
+        assert 'pdserve_retries_total{role="router",worker="router"} 0' in page
         assert re.search(r"^pdserve_ttft_seconds_count\{.*\} [1-9]", page, re.M)
 
     check(test)

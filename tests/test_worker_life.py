@@ -84,12 +84,14 @@ class Bulk:
         return self._descriptor
 
 
-def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     context: zmq.Context[Any] = zmq.Context()
     router = Inbox(context)
     config = WorkerConfig(model="m", router=router.address, page_tokens=8)
     presence = Presence("prefill", config, context)
-    counts = {"total_pages": 10, "queued": 0}
+    counts = {"total_pages": 10, "queued": 0, "running": 3}
     live = [(1, 0)]
     presence.join({"page_tokens": 8}, Model(), 7, lambda: dict(counts), lambda: live, Bulk())
     counts["queued"] = 1
@@ -112,6 +114,7 @@ def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work(m
     assert status.load.items() >= {**facts, **counts}.items()
     assert (unpack_keys(status.live), status.turn) == ([(1, 0), (2**62, 3)], 3)
     counters, gauges, _ = status.metrics
+    assert counters["transfers_broken"] == 0
     assert (counters["bad_frames"], counters["late_frames"], counters["steps"], gauges["queued"]) == (2, 5, 1, 2)
     outbox = Outbox(context)
     monkeypatch.setattr("wire.worker.IDLE_WAIT_MS", 120_000)
@@ -119,7 +122,9 @@ def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work(m
     outbox.send(presence.inbox.address, status)
     presence.wait(idle=True)
     assert time.monotonic() - start_s < 60, "a message wakes it"
-    presence.leave()
+    with caplog.at_level("INFO", "wire"):
+        presence.leave()
+    assert f"{presence.name} leaves: 3 running and 2 queued sequences go to other workers" in caplog.messages
     outbox.close()
     router.close()
     context.destroy(linger=0)

@@ -13,10 +13,11 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class Metrics:
-    """Named numbers. A name is created by its first use; labels are not needed inside one process."""
+    """Named numbers. A name is created by its first use, a counter in `counters` at once; labels are not needed inside one
+    process."""
 
-    def __init__(self) -> None:
-        self._counters: dict[str, float] = {}
+    def __init__(self, counters: Iterable[str] = ()) -> None:
+        self._counters: dict[str, float] = dict.fromkeys(counters, 0)
         self._gauges: dict[str, float] = {}
         self._histograms: dict[str, list[Any]] = {}  # name -> [buckets, counts, sum]
 

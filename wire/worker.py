@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 import zmq
 
 from wire.codec import schema_digest
+from wire.counters import COUNTERS
 from wire.curve import require_key
 from wire.heartbeat import Heartbeat
 from wire.messages import Refused, Status, pack_keys
@@ -27,6 +28,7 @@ from wire.options import option, require_port
 from wire.sockets import Inbox, Outbox, open_context
 from wire.timeline import show_timelines
 
+_log = logging.getLogger("wire")
 REFUSED_EXIT = 3
 LOST_EXIT = 4
 LAST_WORDS_MS = 500  # what is still queued when the process ends, "gone" among it, may take that long to leave
@@ -67,7 +69,6 @@ class WorkerConfig:
         help="how KV travels; auto: on one host shared memory, or from GPU to GPU (cuda_ipc), if the peer's can be opened",
     )
     lanes: int = option(1, help="connections to each peer over ZeroMQ; more pay off with two free cores for each")
-    kv_floor: float = option(0.0, help="GB/s that a peer must take in its test to be used; 0: any speed will do")
     threads: int = option(1, help="CPU threads of the model")
     timeline: bool = option(False, help="log when each request passes each stage, on a clock that all of a host share")
     cluster_key: str = option(
@@ -81,7 +82,7 @@ class WorkerConfig:
         if self.host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"--host {self.host} also needs --advertise: the name the router and other workers reach it by")
         require_key("--host", self.host, self.cluster_key, self.insecure)
-        self.require(num_pages=2 if self.num_pages else 0, num_slots=2, page_tokens=1, threads=1, lanes=1, kv_floor=0)
+        self.require(num_pages=2 if self.num_pages else 0, num_slots=2, page_tokens=1, threads=1, lanes=1)
         self.require(max_context=2 if self.max_context else 0)
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"--memory-fraction is {self.memory_fraction}; it must be more than 0 and at most 1")
@@ -162,7 +163,7 @@ class Presence:
 
     def __init__(self, role: str, config: WorkerConfig, context: zmq.Context[Any]) -> None:
         self.name = f"{role}-{secrets.token_hex(4)}"
-        self.metrics = Metrics()
+        self.metrics = Metrics(COUNTERS[role])
         try:
             self.inbox = Inbox(context, config.host, config.port, config.advertise)
         except zmq.ZMQError as error:
@@ -223,6 +224,9 @@ class Presence:
 
     def leave(self) -> None:
         """Says "gone" and closes the sockets."""
+        counts = self._counts()
+        running, queued = counts["running"], counts["queued"]
+        _log.info("%s leaves: %d running and %d queued sequences go to other workers", self.name, running, queued)
         self._heartbeat.close()
         self.outbox.close()
         self.inbox.close()
