@@ -55,7 +55,8 @@ def kv_layout(
     index_keys: str = "auto",
 ) -> KVLayout:
     """The field tables. Every ring has `rollback_tokens` rows more than the mathematics need (spec C.2), so that many
-    tokens can be taken back by lowering a length. Raises ValueError when a page would end inside a compression window."""
+    tokens can be taken back by lowering a length. Raises ValueError when a page would end inside a compression window, or
+    hold nothing."""
     longest = max((HCA, *config.compress_ratios))
     if page_tokens < 1 or page_tokens % longest:
         raise ValueError(f"page_tokens is {page_tokens}: it must be a multiple of {longest}, the longest compression window")
@@ -78,6 +79,8 @@ def kv_layout(
             case 128:
                 page.append(Field(layer, "hca", 0, page_tokens // HCA, entry_bytes, stride=HCA))
                 slot.append(_state(layer, "hca_state", HCA + rollback_tokens, 2 * config.head_dim, keep=0, modulo=HCA))
+    if not page:
+        raise ValueError("compress_ratios is 0 for every main layer: pages would hold nothing; at least one must be 4 or 128")
     return KVLayout.pack(page_tokens, page, slot)
 
 

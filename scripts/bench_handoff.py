@@ -50,7 +50,7 @@ class BenchConfig:
     """Timelines of hand-offs between real processes, and what a start takes."""
 
     model: str = option("", help="checkpoint folder; empty: the small model that ships with the project")
-    layers: int = option(0, help="make a random checkpoint with so many layers of the released widths; 0: none")
+    layers: int = option(0, help="make a random checkpoint with so many layers of the released widths, 3 at least; 0: none")
     widths: str = option("v4-flash", help="of that checkpoint; tiny: those of bundled/tiny", choices=("v4-flash", "tiny"))
     device: str = option("cpu", help="where the workers compute", choices=("cpu", "cuda"))
     prompts: str = option("8192,32768", help="prompt lengths")
@@ -68,6 +68,8 @@ class BenchConfig:
         require_whole_numbers("--prompts", self.prompts, least=2)
         for name, least in (("output_tokens", 2), ("repeats", 1), ("layers", 0), ("starts", 1)):
             require_least(f"--{name.replace('_', '-')}", getattr(self, name), least)
+        if self.layers in (1, 2):
+            raise ValueError(f"--layers {self.layers}: the first two layers have no pages to hand off; give 3 at least")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("torch finds no GPU here")
         require_place("--json", self.json)

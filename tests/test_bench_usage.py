@@ -68,6 +68,7 @@ def test_a_file_that_cannot_be_written(name: str, tmp_path: Path, capsys: pytest
         ("decode", "--batches=0", "--batches is '0'; it must be positive whole"),
         ("decode", "--chunk=0", "--chunk is 0; it must be at least 1"),
         ("handoff", "--prompts=8,1", "--prompts is '8,1'; it must be whole numbers, 2 at least, with commas"),
+        ("handoff", "--layers=2", "--layers 2: the first two layers have no pages to hand off; give 3 at least"),
         ("kvtransfer", "--contexts=0", "--contexts is '0'; it must be positive whole numbers with commas between them"),
         ("kvtransfer", "--requests=-1", "--requests is '-1'; it must be positive whole"),
     ],

@@ -61,6 +61,8 @@ def test_other_bad_layout_options() -> None:
         kv_layout(replace(config, index_head_dim=96), index_keys="mxfp4")
     with pytest.raises(ValueError, match="rollback_tokens"):
         kv_layout(config, rollback_tokens=-1)
+    with pytest.raises(ValueError, match="pages would hold nothing"):
+        kv_layout(replace(config, compress_ratios=(0,) * len(config.compress_ratios)))
     assert kv_layout(config, rollback_tokens=0).find(0, "window").rows == 128
 
 
