@@ -22,7 +22,7 @@ import numpy as np
 
 from kvtransfer.spans import PAGE
 from kvtransfer.transports import BulkOptions, Event, Key, Link
-from kvtransfer.transports.connection import Connection, Nothing, Part, Side
+from kvtransfer.transports.connection import Connection, Nothing, Outgoing, Part, Side
 from kvtransfer.transports.counters import Counters
 from kvtransfer.transports.frame import (
     CHUNK_BYTES,
@@ -373,6 +373,8 @@ class Outbound:
     def _send(self, lane: Lane, parcel: Parcel) -> None:
         piece = parcel.piece
         frames, begin_digest = parcel.pack()
+        if any(isinstance(tracker, Outgoing) for tracker in piece.trackers):
+            self._counters.add("chunks_resent")
         piece.trackers.append(lane.connection.send(parcel.header, frames))
         lane.under_way[piece.number] = piece
         self._counters.add("chunks_sent")
