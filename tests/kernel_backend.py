@@ -41,11 +41,3 @@ def triton_backend() -> Iterator[backend.Backend]:
     with Poisoned(WORKSPACE_BYTES, DEVICE).active():
         yield backend.active()
     backend.use(before)
-
-
-def same_sums(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Bit for bit. In the interpreter, where numpy multiplies, nearly: on some CPUs its BLAS sums rows of a block's edge in
-    another order than those inside."""
-    if not backend.INTERPRETED:
-        return torch.equal(got, expected)
-    return float((got.double() - expected.double()).norm()) <= 1e-6 * float(expected.double().norm())

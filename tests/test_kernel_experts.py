@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernel_backend import DEVICE, same_sums, triton_backend  # before any kernel
+from tests.kernel_backend import DEVICE, triton_backend  # before any kernel
 
 # isort: split
 from kernels import backend, experts_plan
@@ -209,12 +209,13 @@ def test_a_row_does_not_depend_on_the_others(kind: str, count: int, hidden: int,
     got = experts(x, weights, ids.int(), gate_weights, 2.0, None)
     order = torch.randperm(21, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     again = experts(x[order], weights, ids.int()[order], gate_weights[order], 2.0, None)
-    same = same_sums if kind == "plain" else torch.equal
-    assert same(again, got[order])
+    # In the interpreter numpy multiplies: on some CPUs its BLAS sums a block's edge in another order than what is inside.
+    most = 1e-6 if kind == "plain" and backend.INTERPRETED else 0.0
+    assert relative_error(again, got[order]) <= most
     x[3] = float("nan")
     poisoned = experts(x, weights, ids.int(), gate_weights, 2.0, None)
     others = torch.arange(21, device=DEVICE) != 3
-    assert same(poisoned[others], got[others])
+    assert relative_error(poisoned[others], got[others]) <= most
 
 
 @on_triton
