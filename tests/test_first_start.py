@@ -67,7 +67,7 @@ def test_with_a_full_cache_there_is_one_run_and_no_process(starts: dict[str, Any
 
 
 def test_a_kernel_that_cannot_be_compiled_raises_where_it_is_started(starts: dict[str, Any]) -> None:
-    """With everything else there, and in a first start: where processes have tried it, and nothing of that is shown."""
+    """With everything else there, and in a first start, where processes have tried it before."""
     wrong = {"error": "CompilationError"}
     assert starts["broken"] == {"runs": 1, "later": 0, "here": 0, "processes": [], **wrong}
     assert starts["empty and broken"] == {"runs": 2, "later": 1, "here": 1, "processes": [0, 0], **wrong}
