@@ -22,7 +22,8 @@ COMPILES_C = shutil.which("gcc") is not None and (Path(sysconfig.get_paths()["in
 
 def probe(*arguments: str, cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)} | environment
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)} | environment
     return subprocess.run(
         [sys.executable, "-m", "tests.ahead_probe", *arguments], cwd=ROOT, env=env, capture_output=True, text=True
     )
