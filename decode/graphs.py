@@ -20,6 +20,7 @@ from torch import Tensor
 
 from decode.sampling import MOST_TOPS
 from decode.step import Asks, Step
+from kernels.ahead import run_compiled
 from kernels.sequences import SequenceTable
 from kernels.trail import Trail
 from kernels.workspace import Ruler, Workspace
@@ -128,7 +129,8 @@ class Graphs:
     may store or not, and without are the very ones that there are without speculation.
 
     With a recorder the steps of `sizes` (as `batch_sizes`) are captured here and now, which raises CaptureFailed, and nothing
-    is allocated afterwards. Without one a step runs when it is asked for, with exactly its rows.
+    is allocated afterwards. later: the sizes that other graphs will have; where kernels must be compiled, theirs are too.
+    Without a recorder a step runs when it is asked for, with exactly its rows.
     """
 
     def __init__(
@@ -139,10 +141,11 @@ class Graphs:
         tokens: Sequence[int],
         recorder: Recorder | None = None,
         sizes: Sequence[int] = (),
+        later: Sequence[int] = (),
     ) -> None:
         self._runner, self._table, self._recorder = runner, table, recorder
         self._tokens = sorted(tokens)
-        self._sizes = sorted(sizes) or batch_sizes(max_batch)
+        self._sizes, self._later = sorted(sizes) or batch_sizes(max_batch), later
         self._steps: dict[tuple[int, int], Step] = {}
         self._captured: dict[tuple[int, int], _Captured] = {}
         if recorder is not None:
@@ -182,14 +185,18 @@ class Graphs:
     def warm_up(self, sizes: Sequence[int]) -> None:
         """Where nothing is captured: runs a step of each size on the page and the slot that are nobody's, which compiles its
         kernels. Raises CaptureFailed."""
+
+        def start() -> None:
+            for rows in sizes:
+                for tokens in self._tokens:
+                    step = self.step(rows, tokens)
+                    with _explained(step, captured=False):
+                        step.forward()
+                        for asks in self._ways(step):
+                            step.finish(asks)
+
         begin_s = time.monotonic()
-        for rows in sizes:
-            for tokens in self._tokens:
-                step = self.step(rows, tokens)
-                with _explained(step, captured=False):
-                    step.forward()
-                    for asks in self._ways(step):
-                        step.finish(asks)
+        run_compiled(start)
         _log.info("kernels compiled in %.1f s", time.monotonic() - begin_s)
 
     @torch.inference_mode()
@@ -197,13 +204,9 @@ class Graphs:
         """Starts every step once, which compiles its kernels, makes their constants and measures; then captures them, the
         largest first, as the others fit into the pool then."""
         begin_s = time.monotonic()
-        shapes = [(rows, tokens) for rows in reversed(self._sizes) for tokens in reversed(self._tokens)]
-        rulers = Ruler(self._table.words.device), Ruler(self._table.words.device)
-        for shape in shapes:
-            step = self._step(*shape)  # a step holds its logits: what is kept of all of them is a gigabyte
-            with _explained(step, captured=False), recorder.running():
-                run_within(step, self._ways(step), *rulers)
-        del step
+        shapes, later = self._shapes(self._sizes), self._shapes(self._later)
+        rulers = self._rulers()
+        run_compiled(lambda: self._start(recorder, shapes, *rulers), lambda: self._start(recorder, later, *self._rulers()))
         torch.cuda.empty_cache()  # what the rulers took
         self._steps = {shape: self._step(*shape) for shape in shapes}
         warm_s = time.monotonic()
@@ -222,6 +225,20 @@ class Graphs:
         seconds, megabytes = time.monotonic() - warm_s, self.workspace_bytes / 1e6
         graphs = sum(1 + len(captured.finish) for captured in self._captured.values())
         _log.info("%d graphs captured in %.1f s; workspace %.0f MB", graphs, seconds, megabytes)
+
+    def _shapes(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        return [(rows, tokens) for rows in reversed(sizes) for tokens in reversed(self._tokens)]
+
+    def _rulers(self) -> tuple[Ruler, Ruler]:
+        return Ruler(self._table.words.device), Ruler(self._table.words.device)
+
+    def _start(
+        self, recorder: Recorder, shapes: Sequence[tuple[int, int]], forward_space: Workspace, finish_space: Workspace
+    ) -> None:
+        for shape in shapes:
+            step = self._step(*shape)  # a step holds its logits: what is kept of all of them is a gigabyte
+            with _explained(step, captured=False), recorder.running():
+                run_within(step, self._ways(step), forward_space, finish_space)
 
 
 def shape_name(rows: int, tokens: int) -> str:

@@ -94,7 +94,7 @@ def _steps_bytes(
         return gauge.peak(lambda: largest.warm_up([config.max_batch]))
     sizes = batch_sizes(config.max_batch)
     before, _ = gauge.free_and_total()
-    kept = [Graphs(runner, table, config.max_batch, tokens, recorder, sizes[-1:])]
+    kept = [Graphs(runner, table, config.max_batch, tokens, recorder, sizes[-1:], later=sizes)]
     one, _ = gauge.free_and_total()
     kept.append(Graphs(runner, table, config.max_batch, tokens, recorder, sizes[-1:]))
     two, _ = gauge.free_and_total()

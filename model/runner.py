@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import backend
+from kernels.ahead import run_compiled
 from kernels.trail import Trail
 from kvtransfer.arena import Arena
 from model.batch import Batch, Row
@@ -109,7 +110,13 @@ class Runner:
         """
         if not backend.active().triton:
             return
-        begin_s = time.monotonic()
+        begin_s, kept = time.monotonic(), list(steps)
+        run_compiled(lambda: self._run_each(kept))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        _log.info("kernels compiled in %.1f s", time.monotonic() - begin_s)
+
+    def _run_each(self, steps: Iterable[Sequence[int]]) -> None:
         for lengths in steps:
             trail = Trail()
             try:
@@ -120,9 +127,6 @@ class Runner:
                     f"a step of {len(lengths)} x {max(lengths)} tokens fails: {trail.place(error)}: {trail.reason(error)}."
                     " python -m kernels.check tests every kernel on this card."
                 ) from error
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        _log.info("kernels compiled in %.1f s", time.monotonic() - begin_s)
 
     @torch.inference_mode()
     def run_once(self, lengths: Sequence[int], start: int = 0) -> None:

@@ -457,6 +457,31 @@ def test_steps_that_ran_once_keep_nothing_beside_the_graphs(monkeypatch: pytest.
     assert held == [0]
 
 
+def test_sizes_that_are_captured_later_are_compiled_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of them is measured or kept."""
+    started: list[int] = []
+    step = Graphs._step
+
+    def noted(graphs: Graphs, rows: int, tokens: int) -> Step:
+        started.append(rows)
+        return step(graphs, rows, tokens)
+
+    def first_start(run: Callable[[], None], later: Callable[[], None]) -> None:
+        for each in (run, later, run):
+            started.clear()
+            each()
+            seen.append(list(started))
+
+    table = SequenceTable.make(4, 16, 16, VOCAB, "cpu")
+    alone = Graphs(FakeRunner(), table, 4, [1], FakeRecorder(), [2])  # type: ignore[arg-type]
+    seen: list[list[int]] = []
+    monkeypatch.setattr("decode.graphs.run_compiled", first_start)
+    monkeypatch.setattr(Graphs, "_step", noted)
+    graphs = Graphs(FakeRunner(), table, 4, [1], FakeRecorder(), [2], later=[1, 2, 4])  # type: ignore[arg-type]
+    assert seen == [[2], [4, 2, 1], [2]]
+    assert graphs._captured.keys() == {(2, 1)} and graphs.workspace_bytes == alone.workspace_bytes
+
+
 def test_what_graphs_write_to_lives_as_long_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever becomes of what the steps hold: one that is run eagerly later lets go of it, and the graphs do not know."""
     made: list[weakref.ref[Workspace]] = []

@@ -16,7 +16,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "prefill": ({"wire", "kvtransfer", "model"}, {"torch", "zmq"}),
     "decode": (
         {"wire", "kvtransfer", "model"}
-        | {f"kernels.{name}" for name in ("sample", "sequences", "streams", "workspace", "launch", "trail")},
+        | {f"kernels.{name}" for name in ("ahead", "sample", "sequences", "streams", "workspace", "launch", "trail")},
         {"torch", "zmq", "numpy"},
     ),
     "router": ({"wire"}, {"aiohttp", "uvloop", "tokenizers", "zmq"}),
