@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ from wire.worker import SWITCH_INTERVAL_S
 
 MOST_TRIES = 20  # of a hand-off: when so many of them break, by injected faults, the next ones will too
 SAY_S = 10.0  # what takes so long is said, and again each so many seconds
+KEPT_S = 0.5  # for so long the rounds of --busy are counted, with nothing moving and with hand-offs
 PATHS = ("zeromq", "shm", "cuda_ipc", "auto")
 INTERRUPTED = 130  # the exit code that shells give Ctrl-C
 SILENCE_S = 30  # so long, with no fault injected, ends the benchmark
@@ -72,7 +73,9 @@ class BrokenHandOff(RuntimeError):
 @dataclass(frozen=True)
 class BenchConfig:
     """KV transfer between two processes or hosts, beside its floors. In the table "-" is what was not measured: the copies
-    when arenas are of the CPU, the kernel of cuda_ipc on other paths, and control round trips with --repeats 1."""
+    when arenas are of the CPU, the kernel of cuda_ipc on other paths, control round trips with --repeats 1, and python kept
+    without --busy: its threads' rounds a second, prefill's and decode's, while hand-offs follow one another, as shares of those
+    right before, with nothing moving."""
 
     serve: str = option("", help="HOST:PORT: be the decode side, of one prefill side after the other")
     connect: str = option("", help="HOST:PORT of a decode side; empty: start one on this host")
@@ -88,7 +91,7 @@ class BenchConfig:
     )
     most_gb: float = option(4.0, help="larger cases are left out")
     sealed: bool = option(False, help="seal bulk with AES-GCM")
-    busy: int = option(0, help="threads of CPU-heavy Python in the processes of both engines")
+    busy: int = option(0, help="threads of CPU-heavy Python in the processes of both engines' owners; see python kept")
     inject: str = option(
         "",
         help="faults at the prefill side with their probabilities, drop, delay, corrupt, stall and cut, and how long a delay or"
@@ -219,6 +222,8 @@ class Row:
     kernel_gb_per_s: float | None  # of cuda_ipc: a hand-off's spans moved by its kernel and nothing else
     kernel_to_copy: float | None  # that to a copy of as many bytes in one piece
     peers: dict[str, PeerRow]
+    python_kept_prefill: float | None = None  # with --busy: rounds a second of its Python while KV moves, to those before
+    python_kept_decode: float | None = None
 
 
 @dataclass
@@ -395,6 +400,23 @@ class Source:
         spent: float = self._ask({"do": "cpu"})["cpu_s"] + cpu_seconds()
         return spent
 
+    def python_kept(self, rounds: Callable[[], int], length: int, requests: int) -> tuple[float, float]:
+        """The shares of its rounds a second, at prefill and at decode, that the Python of --busy keeps while such hand-offs
+        follow one another. `rounds`: of prefill's so far."""
+        before = self._rounds(rounds)
+        time.sleep(KEPT_S)
+        between = self._rounds(rounds)
+        end_s = time.perf_counter() + KEPT_S
+        while time.perf_counter() < end_s:
+            self.hand_off(length, requests)
+        still, moving = _round_rates(before, between), _round_rates(between, self._rounds(rounds))
+        return moving[0] / still[0], moving[1] / still[1]
+
+    def _rounds(self, rounds: Callable[[], int]) -> list[tuple[int, float]]:
+        """At prefill and at decode: so many so far, and when that was, in seconds on a clock of its own."""
+        there = self._ask({"do": "rounds"})
+        return [(rounds(), time.perf_counter()), (there["rounds"], there["at_s"])]
+
     def round_trips(self, stop: threading.Event) -> list[float]:
         """Seconds of control round trips, Offer to Grant, a hundred a second until `stop`, but one at least."""
         inbox, outbox, trips = self._new_inbox(), Outbox(self._context), []
@@ -519,6 +541,10 @@ def _p99(seconds: Sequence[float]) -> float:
     return sorted(seconds)[int(0.99 * len(seconds))]
 
 
+def _round_rates(begin: Sequence[tuple[int, float]], end: Sequence[tuple[int, float]]) -> list[float]:
+    return [(last - first) / (last_s - first_s) for (first, first_s), (last, last_s) in zip(begin, end, strict=True)]
+
+
 def _ratio(rates: Sequence[float], floors: Sequence[float]) -> float:
     return statistics.median(rate / floor for rate, floor in zip(rates, floors, strict=True))
 
@@ -612,13 +638,17 @@ def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int
     contexts = [int(context) for context in config.contexts.split(",")]
     layout, rows = flash_layout(), []
     num_pages = max(128, layout.pages_for(max(contexts)))
-    with contextlib.closing(Source(config, path, lanes, num_pages, target)) as source, busy_python(config.busy):
+    with contextlib.closing(Source(config, path, lanes, num_pages, target)) as source, busy_python(config.busy) as rounds:
         for name in config.peer_names:
             source.open_peer(name)
         for context in contexts:
             for requests in map(int, config.requests.split(",")):
                 if layout.pages_for(context) * requests * layout.page_bytes / 1e9 <= config.most_gb:
-                    rows.append(measure(source, path, lanes, context, requests, config.repeats))
+                    row = measure(source, path, lanes, context, requests, config.repeats)
+                    if config.busy:
+                        kept = [source.python_kept(rounds, context, requests) for _ in range(config.repeats)]
+                        row.python_kept_prefill, row.python_kept_decode = map(statistics.median, zip(*kept, strict=True))
+                    rows.append(row)
                     if show:
                         print(line(rows[-1]), flush=True)
         if config.inject:
@@ -630,7 +660,7 @@ def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int
 
 HEADER = (
     "path     lanes  context  n   GB/s  xTCP  xpacked  xmemcpy  xcopy  kernel    p50 ms    p99 ms  MB/req  msg/req"
-    "  CPU s/GB (TCP)  ctrl p99 ms"
+    "  CPU s/GB (TCP)  ctrl p99 ms  python kept"
 )
 
 
@@ -643,11 +673,12 @@ def line(row: Row) -> str:
     peers = "".join(f"  {peer.to_it:9.2f} ({peer.gb_per_s:4.2f},     {peer.cpu_s_per_gb:4.2f})" for peer in row.peers.values())
     unsure = (row.to_copy, row.kernel_to_copy, row.control_p99_ms)
     to_copy, kernel, control = ("-" if number is None else f"{number:.2f}" for number in unsure)
+    kept = "-" if row.python_kept_prefill is None else f"{row.python_kept_prefill:.2f}, {row.python_kept_decode:.2f}"
     return (
         f"{row.path:8} {row.lanes:5}  {row.context:7} {row.requests:2}  {row.gb_per_s:5.2f}  {row.to_tcp:4.2f}"
         f"  {row.to_packed:7.2f}  {row.to_memcpy:7.2f}  {to_copy:>5}  {kernel:>6}  {row.p50_ms:8.1f}  {row.p99_ms:8.1f}"
         f"  {row.mbytes_a_request:6.1f}  {row.messages_a_request:7.1f}"
-        f"     {row.cpu_s_per_gb:4.2f} ({row.tcp_cpu_s_per_gb:4.2f})  {control:>11}{peers}"
+        f"     {row.cpu_s_per_gb:4.2f} ({row.tcp_cpu_s_per_gb:4.2f})  {control:>11}  {kept:>11}{peers}"
     )
 
 

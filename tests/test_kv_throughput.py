@@ -34,7 +34,7 @@ from kvtransfer.transports import BulkOptions, Landed, Wrote
 from kvtransfer.transports.bulk import BulkTransport
 from kvtransfer.transports.cuda import Ground
 from scripts.bench_kvtransfer import HEADER, BenchConfig, PeerRow, Row, Source, _target, digest_cost, header, line, main, run
-from scripts.kv_ends import NUM_SLOTS, BadOrder, Target, admit, flash_layout, prove
+from scripts.kv_ends import NUM_SLOTS, BadOrder, Target, admit, busy_python, flash_layout, prove
 from scripts.kv_floors import mover
 from scripts.kv_undigested import UndigestedTransport
 from tests.ports import closed_port
@@ -186,6 +186,31 @@ def test_the_kernel_is_measured_with_the_spans_of_a_hand_off(monkeypatch: pytest
             expected[KINDS[kind]][number, offset : offset + nbytes] = ours[KINDS[kind]][src, offset : offset + nbytes]
         mover(Ground.of(ours), Ground.of(theirs), spans)()
         assert all(torch.equal(theirs[kind], expected[kind]) for kind in KINDS)
+
+
+def test_what_python_keeps_is_of_what_it_did_with_nothing_moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each end by its own clock: here 100 and 1000 rounds a second before, 50 and 900 while hand-offs take a second."""
+    seen = [[(0, 0.0), (0, 70.0)], [(100, 1.0), (2000, 72.0)], [(150, 2.0), (2900, 73.0)]]
+    source = mock.Mock(Source, _rounds=mock.Mock(side_effect=seen))
+    monkeypatch.setattr("scripts.bench_kvtransfer.KEPT_S", 0.01)
+    assert Source.python_kept(source, lambda: 0, 1024, 2) == (0.5, 0.9)
+    assert source.hand_off.call_args_list[0] == mock.call(1024, 2)
+
+
+def test_busy_python_says_how_often_it_went_round() -> None:
+    with busy_python(2) as rounds:
+        assert wait(lambda: rounds() > 2)
+    ended = rounds()
+    time.sleep(0.01)
+    assert rounds() == ended
+
+
+def test_what_python_keeps_beside_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = run(BenchConfig(**CASE | {"requests": "1"}, busy=1))
+    assert row.python_kept_prefill is not None and row.python_kept_decode is not None
+    assert min(row.python_kept_prefill, row.python_kept_decode) > 0
+    assert row.messages_a_request == 1, "hand-offs beside which Python is counted are not measured"
+    assert capsys.readouterr().out.rstrip().endswith(f"  {row.python_kept_prefill:.2f}, {row.python_kept_decode:.2f}")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -486,8 +511,10 @@ def test_what_was_not_measured_is_a_dash() -> None:
     numbers: dict[str, Any] = {each.name: 1.0 for each in fields(Row)}
     numbers |= {"path": "shm", "lanes": 1, "context": 256, "requests": 1, "peers": {}}
     whole = line(Row(**numbers)).split()
-    without = line(Row(**numbers | {"to_copy": None, "kernel_to_copy": None, "control_p99_ms": None}))
-    assert len(without) == len(HEADER) and without.split() == [*whole[:8], "-", "-", *whole[10:-1], "-"]
+    without = line(
+        Row(**numbers | {"to_copy": None, "kernel_to_copy": None, "control_p99_ms": None, "python_kept_prefill": None})
+    )
+    assert len(without) == len(HEADER) and without.split() == [*whole[:8], "-", "-", *whole[10:-3], "-", "-"]
     peers = {"mooncake": PeerRow(1.0, 1.0, 1.0, 1.0, 1.0), "nixl": PeerRow(1.0, 1.0, 1.0, 1.0, 1.0)}
     assert len(line(Row(**numbers | {"peers": peers}))) == len(header([*peers]))
 
