@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ from wire.worker import SWITCH_INTERVAL_S
 
 MOST_TRIES = 20  # of a hand-off: when so many of them break, by injected faults, the next ones will too
 SAY_S = 10.0  # what takes so long is said, and again each so many seconds
+KEPT_S = 0.5  # for so long the rounds of --busy are counted, with nothing moving and with hand-offs
 PATHS = ("zeromq", "shm", "cuda_ipc", "auto")
 INTERRUPTED = 130  # the exit code that shells give Ctrl-C
 SILENCE_S = 30  # so long, with no fault injected, ends the benchmark
@@ -72,7 +73,9 @@ class BrokenHandOff(RuntimeError):
 @dataclass(frozen=True)
 class BenchConfig:
     """KV transfer between two processes or hosts, beside its floors. In the table "-" is what was not measured: the copies
-    when arenas are of the CPU, the kernel of cuda_ipc on other paths, and control round trips with --repeats 1."""
+    when arenas are of the CPU, the kernel of cuda_ipc on other paths, control round trips with --repeats 1, and python kept
+    without --busy: its threads' rounds a second, prefill's and decode's, while hand-offs follow one another, as shares of those
+    right before, with nothing moving."""
 
     serve: str = option("", help="HOST:PORT: be the decode side, of one prefill side after the other")
     connect: str = option("", help="HOST:PORT of a decode side; empty: start one on this host")
@@ -83,10 +86,12 @@ class BenchConfig:
     lanes: str = option("1,2", help="connections")
     paths: str = option("zeromq,shm", help=", ".join(PATHS))
     arena: str = option("cpu,cpu", help="where the two arenas are, prefill's and decode's: cpu, cuda, cuda:0, ...")
-    digest_cost: bool = option(False, help="instead of the table: what is reached with and without a digest, in turns")
+    digest_cost: bool = option(
+        False, help="instead of the table: what is reached with and without a digest, in turns; CPU or GPUs"
+    )
     most_gb: float = option(4.0, help="larger cases are left out")
     sealed: bool = option(False, help="seal bulk with AES-GCM")
-    busy: int = option(0, help="threads of CPU-heavy Python in the processes of both engines")
+    busy: int = option(0, help="threads of CPU-heavy Python in the processes of both engines' owners; see python kept")
     inject: str = option(
         "",
         help="faults at the prefill side with their probabilities, drop, delay, corrupt, stall and cut, and how long a delay or"
@@ -133,14 +138,26 @@ class BenchConfig:
             Faults.parse(self.inject)
         except ValueError as error:
             raise ValueError(f"--inject {self.inject}: {error}") from None
+        self._check_digest_cost()
         here = self.devices[:1] if self.connect else self.devices
         if missing := [device for device in here if not is_here(device)]:
             raise ValueError(f"--arena is {self.arena}: torch finds no {missing[0]} here")
-        if self.digest_cost and (self.arena != "cpu,cpu" or self.sealed or self.cluster_key or self.connect):
-            raise ValueError("--digest-cost is of arenas of the CPU, two processes of this host, and bulk that is not sealed")
         self._check_peers(host)
         if self.cluster_key:
             ClusterKey.read(self.cluster_key)  # raises for what is none
+
+    def _check_digest_cost(self) -> None:
+        if not self.digest_cost:
+            return
+        if self.sealed or self.cluster_key or self.connect:
+            raise ValueError("--digest-cost is of two processes of this host, and bulk that is not sealed")
+        if self.busy:
+            raise ValueError("--busy adds to the table, and --digest-cost prints another: give one of them")
+        if len({device.partition(":")[0] for device in self.devices}) > 1:
+            raise ValueError(
+                f"--digest-cost is of two arenas of the CPU, or two of GPUs; with one of each, as --arena {self.arena}, a "
+                "kernel makes the digest of one end and a core that of the other"
+            )
 
     def _check_peers(self, host: str) -> None:
         if self.peers and self.serve:
@@ -205,6 +222,8 @@ class Row:
     kernel_gb_per_s: float | None  # of cuda_ipc: a hand-off's spans moved by its kernel and nothing else
     kernel_to_copy: float | None  # that to a copy of as many bytes in one piece
     peers: dict[str, PeerRow]
+    python_kept_prefill: float | None = None  # with --busy: rounds a second of its Python while KV moves, to those before
+    python_kept_decode: float | None = None
 
 
 @dataclass
@@ -381,6 +400,23 @@ class Source:
         spent: float = self._ask({"do": "cpu"})["cpu_s"] + cpu_seconds()
         return spent
 
+    def python_kept(self, rounds: Callable[[], int], length: int, requests: int) -> tuple[float, float]:
+        """The shares of its rounds a second, at prefill and at decode, that the Python of --busy keeps while such hand-offs
+        follow one another. `rounds`: of prefill's so far."""
+        before = self._rounds(rounds)
+        time.sleep(KEPT_S)
+        between = self._rounds(rounds)
+        end_s = time.perf_counter() + KEPT_S
+        while time.perf_counter() < end_s:
+            self.hand_off(length, requests)
+        still, moving = _round_rates(before, between), _round_rates(between, self._rounds(rounds))
+        return moving[0] / still[0], moving[1] / still[1]
+
+    def _rounds(self, rounds: Callable[[], int]) -> list[tuple[int, float]]:
+        """At prefill and at decode: so many so far, and when that was, in seconds on a clock of its own."""
+        there = self._ask({"do": "rounds"})
+        return [(rounds(), time.perf_counter()), (there["rounds"], there["at_s"])]
+
     def round_trips(self, stop: threading.Event) -> list[float]:
         """Seconds of control round trips, Offer to Grant, a hundred a second until `stop`, but one at least."""
         inbox, outbox, trips = self._new_inbox(), Outbox(self._context), []
@@ -400,6 +436,7 @@ class Source:
         for peer in self.peers.values():
             peer.close()
         self.transport.close()
+        self._lines.close()  # the other side hears of it when both are
         self._control.close()
         self._inbox.close()
         self._outbox.close()
@@ -504,6 +541,10 @@ def _p99(seconds: Sequence[float]) -> float:
     return sorted(seconds)[int(0.99 * len(seconds))]
 
 
+def _round_rates(begin: Sequence[tuple[int, float]], end: Sequence[tuple[int, float]]) -> list[float]:
+    return [(last - first) / (last_s - first_s) for (first, first_s), (last, last_s) in zip(begin, end, strict=True)]
+
+
 def _ratio(rates: Sequence[float], floors: Sequence[float]) -> float:
     return statistics.median(rate / floor for rate, floor in zip(rates, floors, strict=True))
 
@@ -545,33 +586,46 @@ def _target(config: BenchConfig) -> Iterator[tuple[str, int]]:
 
 
 def digest_cost(config: BenchConfig) -> list[DigestRow]:
-    """The same hand-offs with and without a digest, in turns, so that both meet the same machine; prints a line a case."""
+    """The same hand-offs with and without a digest; prints a line a case, and as `run` on which paths hand-offs break."""
     rows: list[DigestRow] = []
     torch.set_num_threads(1)
-    contexts, requests = ([int(number) for number in text.split(",")] for text in (config.contexts, config.requests))
-    num_pages = max(128, flash_layout().pages_for(max(contexts)))
     print("path     context  n   GB/s with, without  cost: of the rate, CPU s/GB")
     for path in config.paths.split(","):
-        with _target(config) as one, _target(config) as other:
-            lanes = int(config.lanes.split(",")[0])
-            sources = [Source(config, path, lanes, num_pages, one), Source(config, path, lanes, num_pages, other, digest=False)]
-            for context, count in itertools.product(contexts, requests):
-                rates: list[list[float]] = [[], []]
-                cpu_s: list[list[float]] = [[], []]
-                for number in range(2 * config.repeats + 2):
-                    which = number % 2 ^ number // 2 % 2  # with, without, without, with
-                    before_s = sources[which].cpu_seconds()
-                    seconds, _, num_bytes = sources[which].hand_off(context, count)
-                    gb = count * num_bytes / 1e9
-                    if number > 1:  # the first of each greets and touches memory
-                        rates[which].append(gb / seconds)
-                        cpu_s[which].append((sources[which].cpu_seconds() - before_s) / gb)
-                rows.append(
-                    DigestRow(path, lanes, context, count, *map(statistics.median, rates), *map(statistics.mean, cpu_s))
-                )
-                print(_digest_line(rows[-1]), flush=True)
-            for source in sources:
-                source.close()
+        try:
+            rows += _digest_costs(config, path)
+        except BrokenHandOff as error:
+            print(f"bench_kvtransfer: --paths {path}: {error}", file=sys.stderr)
+    if not rows:
+        raise SystemExit(1)
+    return rows
+
+
+def _digest_costs(config: BenchConfig, path: str) -> list[DigestRow]:
+    """In turns, so that both meet the same machine."""
+    rows = []
+    contexts, requests = ([int(number) for number in text.split(",")] for text in (config.contexts, config.requests))
+    num_pages = max(128, flash_layout().pages_for(max(contexts)))
+    lanes = int(config.lanes.split(",")[0])
+    with contextlib.ExitStack() as stack:
+        sources = []
+        for digest in (True, False):
+            target = stack.enter_context(_target(config))
+            source = Source(config, path, lanes, num_pages, target, digest)
+            sources.append(stack.enter_context(contextlib.closing(source)))
+        for context, count in itertools.product(contexts, requests):
+            rates: list[list[float]] = [[], []]
+            cpu_s: list[list[float]] = [[], []]
+            for number in range(2 * config.repeats + 2):
+                which = number % 2 ^ number // 2 % 2  # with, without, without, with
+                before_s = sources[which].cpu_seconds()
+                seconds, _, num_bytes = sources[which].hand_off(context, count)
+                gb = count * num_bytes / 1e9
+                if number > 1:  # the first of each greets and touches memory
+                    rates[which].append(gb / seconds)
+                    cpu_s[which].append((sources[which].cpu_seconds() - before_s) / gb)
+            taken = "/".join(sorted({link.path for source in sources for link in source.transport.links().values()}))
+            rows.append(DigestRow(taken, lanes, context, count, *map(statistics.median, rates), *map(statistics.mean, cpu_s)))
+            print(_digest_line(rows[-1]), flush=True)
     return rows
 
 
@@ -584,13 +638,17 @@ def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int
     contexts = [int(context) for context in config.contexts.split(",")]
     layout, rows = flash_layout(), []
     num_pages = max(128, layout.pages_for(max(contexts)))
-    with contextlib.closing(Source(config, path, lanes, num_pages, target)) as source, busy_python(config.busy):
+    with contextlib.closing(Source(config, path, lanes, num_pages, target)) as source, busy_python(config.busy) as rounds:
         for name in config.peer_names:
             source.open_peer(name)
         for context in contexts:
             for requests in map(int, config.requests.split(",")):
                 if layout.pages_for(context) * requests * layout.page_bytes / 1e9 <= config.most_gb:
-                    rows.append(measure(source, path, lanes, context, requests, config.repeats))
+                    row = measure(source, path, lanes, context, requests, config.repeats)
+                    if config.busy:
+                        kept = [source.python_kept(rounds, context, requests) for _ in range(config.repeats)]
+                        row.python_kept_prefill, row.python_kept_decode = map(statistics.median, zip(*kept, strict=True))
+                    rows.append(row)
                     if show:
                         print(line(rows[-1]), flush=True)
         if config.inject:
@@ -602,7 +660,7 @@ def _run_path(config: BenchConfig, path: str, lanes: int, target: tuple[str, int
 
 HEADER = (
     "path     lanes  context  n   GB/s  xTCP  xpacked  xmemcpy  xcopy  kernel    p50 ms    p99 ms  MB/req  msg/req"
-    "  CPU s/GB (TCP)  ctrl p99 ms"
+    "  CPU s/GB (TCP)  ctrl p99 ms  python kept"
 )
 
 
@@ -615,11 +673,12 @@ def line(row: Row) -> str:
     peers = "".join(f"  {peer.to_it:9.2f} ({peer.gb_per_s:4.2f},     {peer.cpu_s_per_gb:4.2f})" for peer in row.peers.values())
     unsure = (row.to_copy, row.kernel_to_copy, row.control_p99_ms)
     to_copy, kernel, control = ("-" if number is None else f"{number:.2f}" for number in unsure)
+    kept = "-" if row.python_kept_prefill is None else f"{row.python_kept_prefill:.2f}, {row.python_kept_decode:.2f}"
     return (
         f"{row.path:8} {row.lanes:5}  {row.context:7} {row.requests:2}  {row.gb_per_s:5.2f}  {row.to_tcp:4.2f}"
         f"  {row.to_packed:7.2f}  {row.to_memcpy:7.2f}  {to_copy:>5}  {kernel:>6}  {row.p50_ms:8.1f}  {row.p99_ms:8.1f}"
         f"  {row.mbytes_a_request:6.1f}  {row.messages_a_request:7.1f}"
-        f"     {row.cpu_s_per_gb:4.2f} ({row.tcp_cpu_s_per_gb:4.2f})  {control:>11}{peers}"
+        f"     {row.cpu_s_per_gb:4.2f} ({row.tcp_cpu_s_per_gb:4.2f})  {control:>11}  {kept:>11}{peers}"
     )
 
 

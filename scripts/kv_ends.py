@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -72,20 +72,23 @@ def cpu_seconds() -> float:
 
 
 @contextlib.contextmanager
-def busy_python(threads: int) -> Iterator[None]:
-    """CPU-heavy Python in this process, as an engine's scheduler may be."""
-    stop = threading.Event()
+def busy_python(threads: int) -> Iterator[Callable[[], int]]:
+    """CPU-heavy Python in this process, as an engine's scheduler may be. Gives what says how often it went round so far, in
+    thousands."""
+    stop, thousands = threading.Event(), [0] * threads
 
-    def spin() -> None:
+    def spin(which: int) -> None:
         number = 0
         while not stop.is_set():
-            number = (number * 1_103_515_245 + 12_345) % 2**31
+            for _ in range(1000):
+                number = (number * 1_103_515_245 + 12_345) % 2**31
+            thousands[which] += 1
 
-    spinners = [threading.Thread(target=spin, daemon=True) for _ in range(threads)]
+    spinners = [threading.Thread(target=spin, args=[which], daemon=True) for which in range(threads)]
     for spinner in spinners:
         spinner.start()
     try:
-        yield
+        yield lambda: sum(thousands)
     finally:
         stop.set()
         for spinner in spinners:
@@ -145,7 +148,7 @@ class Target:
             if order is None:
                 return
             transport = opened.enter_context(contextlib.closing(self._open(order)))
-            opened.enter_context(busy_python(_field(order, "busy", int, 0, MOST_THREADS)))
+            self._rounds = opened.enter_context(busy_python(_field(order, "busy", int, 0, MOST_THREADS)))
             reply = {"inbox": self._inbox.address, "bulk": transport.address()}
             connection.sendall(json.dumps(reply).encode() + b"\n")
             poller = zmq.Poller()
@@ -195,6 +198,8 @@ class Target:
         match _field(order, "do", str):
             case "cpu":
                 reply: dict[str, Any] = {"cpu_s": cpu_seconds()}
+            case "rounds":
+                reply = {"rounds": self._rounds(), "at_s": time.perf_counter()}
             case "peer":
                 reply = self._open_peer(_field(order, "name", str))
             case "turn":

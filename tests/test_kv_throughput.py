@@ -13,29 +13,44 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from kernels.spans import sum_spans
 from kvtransfer.arena import Arena
+from kvtransfer.digest import chunk_digest
 from kvtransfer.places import slot_places
 from kvtransfer.spans import KINDS, Spans, num_bytes
-from kvtransfer.transports import Landed, Wrote
+from kvtransfer.transports import BulkOptions, Landed, Wrote
 from kvtransfer.transports.bulk import BulkTransport
 from kvtransfer.transports.cuda import Ground
-from scripts.bench_kvtransfer import HEADER, BenchConfig, PeerRow, Row, Source, _target, header, line, main, run
-from scripts.kv_ends import BadOrder, Target, flash_layout, prove
+from scripts.bench_kvtransfer import HEADER, BenchConfig, PeerRow, Row, Source, _target, digest_cost, header, line, main, run
+from scripts.kv_ends import NUM_SLOTS, BadOrder, Target, admit, busy_python, flash_layout, prove
 from scripts.kv_floors import mover
 from scripts.kv_undigested import UndigestedTransport
 from tests.ports import closed_port
 from tests.system import ROOT
-from tests.transfer_rig import LAYOUT, Span, collect, of_type, table, wait
+from tests.transfer_rig import (
+    LAYOUT,
+    DeviceTransport,
+    Span,
+    ThreadTransport,
+    collect,
+    of_type,
+    place_table,
+    small_arena,
+    table,
+    wait,
+)  # fmt: skip
 from wire.curve import ClusterKey
 
 
@@ -68,6 +83,73 @@ def test_what_the_digest_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert row[:3] == ["shm", "1024", "2"] and min(digested, bare) > 0
     rounding = 0.01 / bare * (1 + digested / bare)  # two digits say little of what a busy machine reaches
     assert float(row[5].rstrip("%,")) == pytest.approx(100 * (1 - digested / bare), abs=100 * rounding + 0.1)
+
+
+class UndigestedDevice(UndigestedTransport, DeviceTransport):
+    """Over the CPU's tensors as if they were a device's."""
+
+
+@pytest.mark.parametrize("path", ["zeromq", "cuda_ipc"])
+def test_a_device_without_digests_starts_no_sums(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At neither end, though the same process has transports with digests."""
+    sums = mock.Mock(wraps=sum_spans)
+    monkeypatch.setattr("kvtransfer.transports.cuda.sum_spans", sums)
+    spans, key = [Span("page", 1, 2, 0, 100), Span("slot", 1, 1, 40, 8)], (1, 0)
+    for kind in (UndigestedDevice, DeviceTransport):
+        source, target = small_arena(seed=1), small_arena(seed=2)
+        with contextlib.ExitStack() as opened:
+            out, into = (
+                opened.enter_context(contextlib.closing(kind(arena, options=BulkOptions(path)))) for arena in (source, target)
+            )
+            into.expect(key, 1, [2])
+            out.write(into.address(), key, table(spans))
+            digests = {event.digest for end in (out, into) for event in of_type(collect(end, len), (Wrote, Landed))}
+            assert out.links()[into.address()].path == path
+        bare = {chunk_digest(key, place_table(span.place for span in spans), b"")}
+        assert (not sums.called, digests == bare) == (kind is UndigestedDevice,) * 2 and len(digests) == 1
+        assert torch.equal(target.pages[2, :100], source.pages[1, :100])
+
+
+def test_what_the_digest_costs_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both paths, over the CPU's tensors in this process."""
+    monkeypatch.setattr(BulkTransport, "_own_process", ThreadTransport._own_process)
+    monkeypatch.setattr(BulkTransport, "_device_memory", DeviceTransport._device_memory)
+    monkeypatch.setattr("scripts.kv_ends.no_interrupts", contextlib.nullcontext)  # signals are the main thread's
+    monkeypatch.setattr("scripts.bench_kvtransfer._target", target_here)
+    monkeypatch.setattr("scripts.bench_kvtransfer.SILENCE_S", 1)
+    monkeypatch.setattr("scripts.bench_kvtransfer._filled", lambda layout, pages, _: Arena(layout, pages + 1, NUM_SLOTS))
+    rows = digest_cost(BenchConfig(contexts="1024", requests="2", lanes="1", paths="zeromq,shm,auto", repeats=1))
+    assert [row.path for row in rows] == ["zeromq", "cuda_ipc"]
+    assert all(min(row.gb_per_s, row.bare_gb_per_s) > 0 for row in rows)
+    printed = capsys.readouterr()
+    assert [row.split()[:3] for row in printed.out.splitlines()[1:]] == [[path, "1024", "2"] for path in ("zeromq", "cuda_ipc")]
+    assert "bench_kvtransfer: --paths shm: " in printed.err
+
+
+@contextlib.contextmanager
+def target_here(config: BenchConfig) -> Iterator[tuple[str, int]]:
+    """As `_target`, in a thread: a stand-in for a device can be seen from its process only."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            assert admit(connection, "")
+            Target(flash_layout(), "127.0.0.1", "", "", False).serve(connection)
+
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
+        yield listener.getsockname()
+        serving.join()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_the_digest_costs_gpus() -> None:
+    last = f"cuda:{torch.cuda.device_count() - 1}"
+    paths = ["zeromq", "cuda_ipc"]
+    rows = digest_cost(
+        BenchConfig(contexts="8192", requests="2", lanes="1", paths=",".join(paths), arena=f"cuda:0,{last}", repeats=1)
+    )
+    assert [row.path for row in rows] == paths and all(min(row.gb_per_s, row.bare_gb_per_s) > 0 for row in rows)
 
 
 def test_an_engine_without_digests_makes_none() -> None:
@@ -104,6 +186,31 @@ def test_the_kernel_is_measured_with_the_spans_of_a_hand_off(monkeypatch: pytest
             expected[KINDS[kind]][number, offset : offset + nbytes] = ours[KINDS[kind]][src, offset : offset + nbytes]
         mover(Ground.of(ours), Ground.of(theirs), spans)()
         assert all(torch.equal(theirs[kind], expected[kind]) for kind in KINDS)
+
+
+def test_what_python_keeps_is_of_what_it_did_with_nothing_moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each end by its own clock: here 100 and 1000 rounds a second before, 50 and 900 while hand-offs take a second."""
+    seen = [[(0, 0.0), (0, 70.0)], [(100, 1.0), (2000, 72.0)], [(150, 2.0), (2900, 73.0)]]
+    source = mock.Mock(Source, _rounds=mock.Mock(side_effect=seen))
+    monkeypatch.setattr("scripts.bench_kvtransfer.KEPT_S", 0.01)
+    assert Source.python_kept(source, lambda: 0, 1024, 2) == (0.5, 0.9)
+    assert source.hand_off.call_args_list[0] == mock.call(1024, 2)
+
+
+def test_busy_python_says_how_often_it_went_round() -> None:
+    with busy_python(2) as rounds:
+        assert wait(lambda: rounds() > 2)
+    ended = rounds()
+    time.sleep(0.01)
+    assert rounds() == ended
+
+
+def test_what_python_keeps_beside_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = run(BenchConfig(**CASE | {"requests": "1"}, busy=1))
+    assert row.python_kept_prefill is not None and row.python_kept_decode is not None
+    assert min(row.python_kept_prefill, row.python_kept_decode) > 0
+    assert row.messages_a_request == 1, "hand-offs beside which Python is counted are not measured"
+    assert capsys.readouterr().out.rstrip().endswith(f"  {row.python_kept_prefill:.2f}, {row.python_kept_decode:.2f}")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -404,8 +511,10 @@ def test_what_was_not_measured_is_a_dash() -> None:
     numbers: dict[str, Any] = {each.name: 1.0 for each in fields(Row)}
     numbers |= {"path": "shm", "lanes": 1, "context": 256, "requests": 1, "peers": {}}
     whole = line(Row(**numbers)).split()
-    without = line(Row(**numbers | {"to_copy": None, "kernel_to_copy": None, "control_p99_ms": None}))
-    assert len(without) == len(HEADER) and without.split() == [*whole[:8], "-", "-", *whole[10:-1], "-"]
+    without = line(
+        Row(**numbers | {"to_copy": None, "kernel_to_copy": None, "control_p99_ms": None, "python_kept_prefill": None})
+    )
+    assert len(without) == len(HEADER) and without.split() == [*whole[:8], "-", "-", *whole[10:-3], "-", "-"]
     peers = {"mooncake": PeerRow(1.0, 1.0, 1.0, 1.0, 1.0), "nixl": PeerRow(1.0, 1.0, 1.0, 1.0, 1.0)}
     assert len(line(Row(**numbers | {"peers": peers}))) == len(header([*peers]))
 
@@ -418,6 +527,13 @@ def test_what_was_not_measured_is_a_dash() -> None:
         ({"arena": "cpu,foo"}, "--arena foo: the devices are cpu, cuda, cuda:0"),
         ({"arena": "cpu,cuda:x", "connect": "127.0.0.1:1"}, "--arena cuda:x: the devices are"),
         ({"digest_cost": True, "sealed": True}, "bulk that is not sealed"),
+        ({"digest_cost": True, "connect": "127.0.0.1:1"}, "of two processes of this host"),
+        (
+            {"digest_cost": True, "arena": "cpu,cuda:0"},
+            "two arenas of the CPU, or two of GPUs; with one of each, as --arena cpu,cuda:0",
+        ),
+        ({"digest_cost": True, "arena": "cuda:0,cuda"}, "torch finds no cuda:0 here"),
+        ({"digest_cost": True, "busy": 1}, "--busy adds to the table"),
         ({"paths": "shm,foo"}, "--paths foo: the paths are zeromq, shm"),
         ({"paths": "zeromq,cuda_ipc"}, "between GPUs"),
         ({"connect": "somewhere"}, "must be HOST:PORT"),
@@ -450,6 +566,10 @@ def test_what_was_not_measured_is_a_dash() -> None:
         "device",
         "device there",
         "sealed",
+        "digest of two hosts",
+        "digest of a mixture",
+        "digest of gpus",
+        "busy and digest",
         "path",
         "cuda_ipc",
         "connect",
