@@ -165,7 +165,10 @@ def serve(config: DecodeConfig) -> int:
 
     def build(context: zmq.Context[Any]) -> Worker:
         sizes = first_arena(config.num_pages, config.num_slots, config.device)
-        runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, index_keys=config.index_keys, **sizes)
+        runner = Runner(
+            config.model, config.device, config.kv_dtype, config.page_tokens, index_keys=config.index_keys,
+            max_context=config.max_context, **sizes,
+        )  # fmt: skip
         if sizes is not TRIAL:
             _log.info("%s", given_room(runner.layout, sizes))
         return Worker(config, runner, context, depth=int(config.device == "cuda"))

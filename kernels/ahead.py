@@ -161,4 +161,7 @@ def main(arch: int) -> None:
 
 
 if __name__ == "__main__":
+    if not (len(sys.argv) == 2 and sys.argv[1].isdecimal()):
+        print("kernels.ahead is a process of a worker that compiles its kernels, and is started by that only", file=sys.stderr)
+        sys.exit(2)
     main(int(sys.argv[1]))

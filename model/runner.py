@@ -60,12 +60,20 @@ class Runner:
         index_keys: str = "auto",
         num_pages: int,
         num_slots: int,
+        max_context: int = 0,
     ) -> None:
+        """max_context: tokens of the longest sequence that will be asked for; 0: as many as the model takes."""
         self.device = torch.device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"--device {device}: torch finds no GPU here; use --device cpu")
         backend.choose(self.device)
         self.config = model.config if isinstance(model, Checkpoint) else ModelConfig.load(model)
+        most = self.config.max_position_embeddings
+        if max_context > most:
+            raise ValueError(
+                f"--max-context {max_context} is more than the {most} tokens that this model takes (max_position_embeddings in"
+                f" its config.json): give {most} or less, or leave it out"
+            )
         self.kv_dtype = resolve_kv_dtype(self.config, kv_dtype)
         self.index_keys = index_keys
         self.layout = kv_layout(self.config, self.kv_dtype, page_tokens, index_keys=index_keys)

@@ -17,7 +17,10 @@ _log = logging.getLogger("prefill")
 def make_runner(config: PrefillConfig) -> Runner:
     """Loads the model. Raises ValueError when something is wrong with it or too large, RuntimeError when a step fails."""
     sizes = first_arena(config.num_pages, config.num_slots, config.device)
-    runner = Runner(config.model, config.device, config.kv_dtype, config.page_tokens, index_keys=config.index_keys, **sizes)
+    runner = Runner(
+        config.model, config.device, config.kv_dtype, config.page_tokens, index_keys=config.index_keys,
+        max_context=config.max_context, **sizes,
+    )  # fmt: skip
     runner.warm_up(warm_steps(config.step_tokens, config.chunk_tokens))
     if sizes is not TRIAL:
         _log.info("%s", given_room(runner.layout, sizes))

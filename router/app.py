@@ -39,8 +39,10 @@ from router.text import Tokenizer
 from wire.messages import SamplingParams
 from wire.metrics import Metrics, render
 from wire.sockets import Inbox
+from wire.timeline import Timeline
 
 _LOG = logging.getLogger("pdserve.router")
+_timeline = Timeline("router")
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 INLINE_BYTES = 1 << 17  # larger bodies are read in a thread: this many take up to 20 ms
 SHORT_BYTES = 1 << 21  # and still larger ones in another, so that others do not wait behind them
@@ -194,6 +196,7 @@ class App:
             request = Request.new(prompt.ids, answer.options.n, params, answer.listener(number))
             requests.append(request)
             self._dispatcher.submit(request)
+            _timeline.name(request.rid, answer.id)
         self._metrics.add("requests")
         return requests
 

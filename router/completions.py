@@ -53,15 +53,15 @@ class Completion(Answer):
             self.scored(prompt)
         else:
             work = asyncio.get_running_loop().run_in_executor(self._threads, self._score, prompt, message)
-            work.add_done_callback(partial(self._take_written, prompt))
+            work.add_done_callback(partial(self._take_written, prompt, message.rid))
 
-    def _take_written(self, prompt: Prompt, work: asyncio.Future[ScoreLists]) -> None:
+    def _take_written(self, prompt: Prompt, rid: int, work: asyncio.Future[ScoreLists]) -> None:
         if self.done.done() or work.cancelled():
             return
         error = work.exception()
         if error is not None:
-            _LOG.error("prompt scores", exc_info=error)
-            self.fail(internal())
+            _LOG.error("request %d: its prompt's scores", rid, exc_info=error)
+            self.fail(internal(rid))
             return
         prompt.scores = work.result()
         self.scored(prompt)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from router.config import RouterConfig
-from router.errors import ApiError, gave_up, internal, no_worker_came, unavailable
+from router.errors import ApiError, gave_up, hopeless, internal, no_worker_came, timed_out, unavailable
 from router.losses import Losses
 from router.pool import MAX_WORKERS, ROLES, Pool, Refusal, Worker
 from router.request import Key, Parked, Request, Sample, Try
@@ -177,7 +177,7 @@ class Dispatcher:
             stop = attempt.request.listener.tokens(index, ids, finish, logprobs, tops)
         except Exception:  # a bug of ours costs the request it shows in, not the other rows of the message
             _LOG.exception("request %d", rid)
-            self._fail(attempt.request, internal())
+            self._fail(attempt.request, internal(rid))
             return True
         if finish or stop:
             self._finish(attempt, sample, tell_decode=not finish)
@@ -237,7 +237,7 @@ class Dispatcher:
         if message.retryable:
             self._retry(request, samples, "worker_failed", cause=message.cause)
         else:
-            self._fail(request, ApiError(500, f"the request failed: {message.reason}", code="worker_failed"))
+            self._fail(request, hopeless(request.rid, message.reason))
 
     def _take_status(self, status: Status) -> None:
         if status.role not in ROLES or not status.name or not status.inbox.startswith("tcp://"):
@@ -443,7 +443,10 @@ class Dispatcher:
     def _time_out(self, request: Request) -> None:
         if request.pinned is None and not request.closed:
             self.metrics.add("requests_timed_out")
-        self._fail(request, ApiError(504, f"not finished in time{_because(request.failure)}", code="timeout"))
+        pairs = ", ".join([f"{attempt.prefill.name} to {attempt.decode.name}" for attempt in request.tries])
+        late = f"not finished within {request.deadline_s - request.submitted_s:g} s, {pairs or 'no worker'} had it"
+        request.reason = request.reason or late  # so that the log has its number
+        self._fail(request, timed_out(request.rid, _because(request.failure)))
 
     # ---- another try ----
 

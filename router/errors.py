@@ -6,6 +6,7 @@ import json
 
 _TYPES = {400: "invalid_request_error", 404: "not_found_error", 405: "invalid_request_error", 413: "invalid_request_error"}
 _TYPES |= {415: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+_DETAILS = "The server's log has the details under that number"
 _SEND_AGAIN = "Send it again; the server's log has the details under that number"
 
 
@@ -56,6 +57,18 @@ def gave_up(rid: int, failure: str, tries: int, code: str) -> ApiError:
     return ApiError(500, f"{ended}. {_SEND_AGAIN}", code=code)
 
 
-def internal() -> ApiError:
-    """A 500 for a bug of ours, which the log describes."""
-    return ApiError(500, "internal error; the server's log has the details", code="internal")
+def timed_out(rid: int, failure: str) -> ApiError:
+    """A 504. `failure`: what had gone wrong before, in brackets, or nothing."""
+    return ApiError(504, f"request {rid} ended: not finished in time{failure}. {_DETAILS}", code="timeout")
+
+
+def hopeless(rid: int, failure: str) -> ApiError:
+    """A 500 that is not tried again: it would fail everywhere."""
+    return ApiError(500, f"request {rid} ended: {failure}. {_DETAILS}", code="worker_failed")
+
+
+def internal(rid: int | None = None) -> ApiError:
+    """A 500 for a bug of ours, which the log describes: under the request's number, once it has one."""
+    if rid is None:
+        return ApiError(500, "internal error; the server's log has the details", code="internal")
+    return ApiError(500, f"request {rid} ended: internal error. {_DETAILS}", code="internal")

@@ -137,7 +137,7 @@ class Probe:
     def failed(self, error: ApiError) -> None:
         """What a worker says is charged by the dispatcher. Here it is silence, which a saturated worker may keep."""
         request = self.request
-        if request is not None and request.pinned and error.code == "timeout" and not request.reason:
+        if request is not None and request.pinned and error.code == "timeout" and not request.failure:
             now = self.health.clock()
             if not any(worker.is_saturated(now) for worker in request.pinned):
                 for worker in self.on_trial:

@@ -276,7 +276,8 @@ def _say(connection: socket.socket, what: Any) -> None:
 
 def main() -> None:
     if len(sys.argv) not in (8, 10):  # see Peer
-        sys.exit("scripts.kv_peers is a process of scripts.bench_kvtransfer --peers, and is started by that only")
+        print("scripts.kv_peers is a process of scripts.bench_kvtransfer --peers, and is started by that only", file=sys.stderr)
+        sys.exit(2)
     die_with_parent(signal.SIGKILL)  # also when it stands still
     name, *numbers, host, advertise = sys.argv[1:8]
     target = sys.argv[8:]

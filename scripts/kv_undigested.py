@@ -51,6 +51,8 @@ def begin_none(digests: SpanDigests, *place: Any) -> Any:
 
 if __name__ == "__main__":
     if not (len(sys.argv) == 2 and sys.argv[1].isdecimal()):
-        sys.exit("scripts.kv_undigested is a process of scripts.bench_kvtransfer --digest-cost, and is started by that only")
+        owner = "scripts.bench_kvtransfer --digest-cost"
+        print(f"scripts.kv_undigested is a process of {owner}, and is started by that only", file=sys.stderr)
+        sys.exit(2)
     setattr(SpanDigests, "begin", begin_none)  # noqa: B010  mypy: it is a name of another module
     engine.main(int(sys.argv[1]))

@@ -6,6 +6,7 @@ accept is known, so it can be said what a choice costs beside none and beside th
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -239,7 +240,11 @@ SCENARIOS = [
 
 
 def main() -> None:
-    seeds, steps = (int(number) for number in sys.argv[1:3]) if len(sys.argv) > 2 else (100, 1500)
+    parser = argparse.ArgumentParser("python -m tests.machine", description="The table of docs/benchmarks.md.")
+    parser.add_argument("seeds", type=int, nargs="?", default=100, help="runs of each machine (default: 100)")
+    parser.add_argument("steps", type=int, nargs="?", default=1500, help="steps of each run (default: 1500)")
+    given = parser.parse_args()
+    seeds, steps = given.seeds, given.steps
     print("| machine | accepted | beside plain: worst, median | beside the best: worst, median |\n|---|---|---|---|")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for scenario, (name, rates) in product(SCENARIOS, ACCEPTED.items()):

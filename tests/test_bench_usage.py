@@ -19,6 +19,7 @@ from scripts import (
     kv_peers,
     tiny_tokenizer,
 )
+from tests import machine
 from tests.ports import closed_port
 from wire.options import parse
 
@@ -96,12 +97,34 @@ def test_nixl_is_given_what_it_asks_for_where_there_is_a_gpu(
     assert kv_peers.settings()["UCX_TLS"] == transports
 
 
-@pytest.mark.parametrize(("name", "owner"), [("kv_peers", "--peers"), ("kv_undigested", "--digest-cost")])
-def test_what_a_benchmark_starts_says_so(name: str, owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    monkeypatch.delitem(sys.modules, f"scripts.{name}", raising=False)  # or runpy warns
-    with pytest.raises(SystemExit, match=f"^scripts.{name} is a process of scripts.bench_kvtransfer {owner}, "):
-        runpy.run_module(f"scripts.{name}", run_name="__main__")
+@pytest.mark.parametrize(
+    ("module", "owner"),
+    [
+        ("scripts.kv_peers", "scripts.bench_kvtransfer --peers"),
+        ("scripts.kv_undigested", "scripts.bench_kvtransfer --digest-cost"),
+        ("kvtransfer.transports.engine", "a worker's KV transport"),
+        ("kernels.ahead", "a worker that compiles its kernels"),
+    ],
+)
+@pytest.mark.parametrize("given", [["--help"], []])
+def test_what_others_start_says_so(
+    module: str, owner: str, given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, *given])
+    monkeypatch.delitem(sys.modules, module, raising=False)  # or runpy warns
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module(module, run_name="__main__")
+    said = f"{module} is a process of {owner}, and is started by that only\n"
+    assert (stop.value.code, *capsys.readouterr()) == (2, "", said)
+
+
+def test_help_of_the_made_up_machines_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["machine", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        machine.main()
+    assert stop.value.code == 0 and "steps" in capsys.readouterr().out
 
 
 def test_help_of_the_tokenizer_makes_no_folder(

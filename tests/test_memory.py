@@ -166,7 +166,6 @@ def test_memory_options() -> None:
     config = DecodeConfig(**OPTIONS)
     assert (config.num_pages, config.memory_fraction, config.longest(4096)) == (0, 0.9, 4096)
     assert DecodeConfig(**OPTIONS, max_context=100).longest(4096) == 100
-    assert DecodeConfig(**OPTIONS, max_context=5000).longest(4096) == 4096
     for wrong, words in (
         ({"num_pages": 1}, "--num-pages is 1"),
         ({"num_pages": -1}, "--num-pages is -1"),

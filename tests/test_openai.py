@@ -596,6 +596,23 @@ def test_large_answers_are_written_beside_the_event_loop(stream: bool, monkeypat
     check_wide(test)
 
 
+def test_a_bug_in_writing_scores_is_told_and_logged_under_the_requests_number(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.completions.score_lists", lambda *arguments: 1 // 0)
+
+    async def test(cluster: ScriptedCluster) -> None:
+        body = {"prompt": [5] * 30_000, "echo": True, "logprobs": 0, "max_tokens": 1}
+        async with cluster.http.post("/v1/completions", json=body) as response:
+            error = (await response.json())["error"]
+        number = next(prompt.rid for prompt in cluster.prefills[0].seen if len(prompt.tokens) == 120_000)
+        assert (response.status, error["code"]) == (500, "internal")
+        assert error["message"].startswith(f"request {number} ended: internal error. ")
+        assert f"request {number}: its prompt's scores" in caplog.messages
+
+    check_wide(test)
+
+
 def test_a_client_that_goes_while_its_scores_are_written_harms_nobody() -> None:
     async def test(cluster: ScriptedCluster) -> None:
         body = {"prompt": [5] * 50_000, "echo": True, "logprobs": 10, "max_tokens": 1}

@@ -25,6 +25,7 @@ from aiohttp import HttpVersion11
 from router.stream import EventStream, Reply
 from tests.scripted import Script
 from tests.scripted_cluster import TOKENIZER, ScriptedCluster, events, scripted_cluster, until
+from wire.timeline import read_moment
 
 ROOT = Path(__file__).resolve().parent.parent
 LETTERS = list(range(66, 92))
@@ -345,6 +346,30 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
         await until(lambda: is_idle(cluster) and not cluster.decodes[0].running)
 
     check(test, script=SLOW, request_timeout_s=500.0, probe_every_s=60.0)
+
+
+def test_a_timeline_is_found_by_the_answers_id_and_by_an_errors_number(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "timeline")
+
+    async def test(cluster: ScriptedCluster) -> None:
+        answer = await cluster.complete(prompt=["x", "y"], max_tokens=2)
+        chat = (await cluster.stream("chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}))[0]
+        cluster.decodes[0].hold = True
+        asked = asyncio.create_task(cluster.post("completions", BODY))
+        requests = cluster.router.dispatcher._requests
+        await until(lambda: requests)
+        (late,) = requests.values()
+        late.deadline_s = time.monotonic()
+        status, body = await asked
+        named = [line.split(" is ") for line in caplog.messages if " is " in line]
+        assert [api_id for _, api_id in named[:3]] == [answer["id"]] * 2 + [chat["id"]]
+        (told,) = re.findall(r"^request (\d+) ended: ", body["error"]["message"])
+        assert status == 504 and told == named[3][0] and named[3][1].startswith("cmpl-")
+        lines = [f"{record.name} {record.levelname} {record.getMessage()}" for record in caplog.records]
+        sent = [moment.rid for moment in map(read_moment, lines) if moment is not None and moment.event == "sent"]
+        assert [int(rid) for rid, _ in named] == sent[-4:]  # before them, a probe
+
+    check(test, script=SLOW, probe_every_s=60.0, request_timeout_s=500.0)
 
 
 def test_mixed_load_with_drops_leaves_nothing_behind() -> None:

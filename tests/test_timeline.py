@@ -43,6 +43,16 @@ def test_without_a_time_it_is_now(log: io.StringIO, monkeypatch: pytest.MonkeyPa
     assert read_moment(log.getvalue().rstrip()) == Moment("decode", "first_step", 12.5, {}, 2**63, 0)
 
 
+def test_the_name_that_a_client_knows_is_no_moment(log: io.StringIO) -> None:
+    timeline = Timeline("router")
+    timeline.name(17, "cmpl-0")
+    assert log.getvalue() == ""
+    show_timelines()
+    timeline.name(17, "cmpl-5ae1/9")
+    (line,) = log.getvalue().splitlines()
+    assert line.endswith("timeline.router DEBUG 17 is cmpl-5ae1/9") and read_moment(line) is None
+
+
 @pytest.mark.parametrize(
     "line",
     ["", "2026-11-30 05:00:00,000 prefill INFO KV memory: 3 pages at 4.5", "timeline.decode DEBUG 1/0 first step at 1.5"],

@@ -793,6 +793,20 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_1(tmp_path: Path) -> Non
     router.close()
 
 
+def test_a_longer_context_than_the_models_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    router = ScriptedRouter()
+    (tmp_path / "config.json").write_bytes((GOLDEN / "model/config.json").read_bytes())  # and no weights
+    said = "--max-context 4097 is more than the 4096 tokens that this model takes (max_position_embeddings in its config.json)"
+    for role in ("prefill", "decode"):
+        with process(role, router, "--model", str(tmp_path), "--max-context", "4097") as child:
+            out, err = child.communicate(timeout=120)
+        assert (child.returncode, out, err.count("\n")) == (1, "", 1)
+        assert f"{said}: give 4096 or less, or leave it out" in err
+    with process("prefill", router, "--model", str(tmp_path), "--max-context", "4096") as child:
+        assert "--max-context" not in child.communicate(timeout=120)[1]
+    router.close()
+
+
 def test_a_port_that_is_taken_is_one_line_and_exit_1() -> None:
     router = ScriptedRouter()
     port = router.inbox.address.rsplit(":", 1)[1]

@@ -2,8 +2,12 @@
 
     timeline.prefill DEBUG 17/0 computed tokens=8192 at 4711.123456
 
-is request 17, attempt 0, and seconds of `time.monotonic`, which every process of a host reads alike. Nothing is logged, and
-next to nothing done, until `show_timelines`.
+is request 17, attempt 0, and seconds of `time.monotonic`, which every process of a host reads alike. 17 is its number in
+errors, too; what answers call it is in a line of the router:
+
+    timeline.router DEBUG 17 is cmpl-29b14ba0c7c7d4a900000003
+
+Nothing is logged, and next to nothing done, until `show_timelines`.
 """
 
 from __future__ import annotations
@@ -40,6 +44,10 @@ class Timeline:
         if self._log.isEnabledFor(logging.DEBUG):
             numbers = "".join(f" {name}={count}" for name, count in counts.items())
             self._log.debug("%d/%d %s%s at %.6f", *key, event, numbers, time.monotonic() if at_s is None else at_s)
+
+    def name(self, rid: int, api_id: str) -> None:
+        """What clients call this request. An answer to several prompts is as many requests."""
+        self._log.debug("%d is %s", rid, api_id)
 
 
 def show_timelines() -> None:

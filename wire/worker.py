@@ -62,7 +62,7 @@ class WorkerConfig:
     num_pages: int = option(0, help="KV pages, one is reserved; 0: what a GPU's memory holds, 1024 on a CPU")
     num_slots: int = option(129, help="sequence slots; one is reserved")
     memory_fraction: float = option(0.9, help="how much of a GPU's memory may be taken, weights and all")
-    max_context: int = option(0, help="tokens of the longest sequence; 0: as many as the model takes")
+    max_context: int = option(0, help="tokens of the longest sequence; 0: as many as the model takes, which is the most")
     transport: str = option(
         "auto",
         choices=("auto", "zeromq", "shm", "cuda_ipc"),
@@ -93,8 +93,8 @@ class WorkerConfig:
         require_port("--port", self.port)
 
     def longest(self, most: int) -> int:
-        """Tokens of the longest sequence, of a model that takes `most`."""
-        return min(self.max_context, most) if self.max_context else most
+        """Tokens of the longest sequence, of a model that takes `most`; it refuses a --max-context beyond that itself."""
+        return self.max_context or most
 
     def require(self, **least: int) -> None:
         """Raises ValueError for the first of these options that is less than it may be."""

@@ -178,4 +178,8 @@ def main(channel_fd: int) -> None:
 
 
 if __name__ == "__main__":
+    if not (len(sys.argv) == 2 and sys.argv[1].isdecimal()):
+        said = "kvtransfer.transports.engine is a process of a worker's KV transport, and is started by that only"
+        print(said, file=sys.stderr)
+        sys.exit(2)
     main(int(sys.argv[1]))
