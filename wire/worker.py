@@ -68,7 +68,7 @@ class WorkerConfig:
         choices=("auto", "zeromq", "shm", "cuda_ipc"),
         help="how KV travels; auto: on one host shared memory, or from GPU to GPU (cuda_ipc), if the peer's can be opened",
     )
-    lanes: int = option(1, help="connections to each peer over ZeroMQ; more pay off with two free cores for each")
+    lanes: int = option(0, help="connections to each peer over ZeroMQ; 0: up to four, one for every four cores of this host")
     threads: int = option(1, help="CPU threads of the model")
     timeline: bool = option(False, help="log when each request passes each stage, on a clock that all of a host share")
     cluster_key: str = option(
@@ -82,7 +82,7 @@ class WorkerConfig:
         if self.host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"--host {self.host} also needs --advertise: the name the router and other workers reach it by")
         require_key("--host", self.host, self.cluster_key, self.insecure)
-        self.require(num_pages=2 if self.num_pages else 0, num_slots=2, page_tokens=1, threads=1, lanes=1)
+        self.require(num_pages=2 if self.num_pages else 0, num_slots=2, page_tokens=1, threads=1, lanes=0)
         self.require(max_context=2 if self.max_context else 0)
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"--memory-fraction is {self.memory_fraction}; it must be more than 0 and at most 1")
