@@ -68,7 +68,9 @@ def opener() -> Iterator[Opener]:
     opened: list[ThreadTransport] = []
 
     def build(arena: Arena, kind: str = "d", path: str = "zeromq") -> ThreadTransport:
-        opened.append((DeviceTransport if kind == "d" else ThreadTransport)(arena, options=BulkOptions(path, stall_s=30.0)))
+        opened.append(
+            (DeviceTransport if kind == "d" else ThreadTransport)(arena, options=BulkOptions(path, lanes=1, stall_s=30.0))
+        )
         return opened[-1]
 
     yield build

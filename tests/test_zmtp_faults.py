@@ -327,7 +327,7 @@ def test_memory_that_a_peer_has_answered_for_and_does_not_take_comes_back(cancel
 
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        contextlib.closing(ThreadTransport(large_arena(20), options=BulkOptions("zeromq", stall_s=1.0))) as sender,
+        contextlib.closing(ThreadTransport(large_arena(20), options=BulkOptions("zeromq", lanes=1, stall_s=1.0))) as sender,
     ):
         thread = threading.Thread(target=serve)
         thread.start()

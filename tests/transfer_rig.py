@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import zmq
 from torch import Tensor
@@ -28,6 +29,7 @@ from kvtransfer.transports.cuda import CudaMemory, SideStream
 from kvtransfer.transports.cuda_ipc import HANDLE_BYTES, Extent, Opened
 from kvtransfer.transports.faults import Faults, FaultyTransport
 from kvtransfer.transports.frame import (
+    PATHS,
     VERSION,
     Ack,
     Chunk,
@@ -98,6 +100,14 @@ def small_arena(num_pages: int = 32, num_slots: int = 16, seed: int = 0) -> Aren
     for rows in (arena.pages, arena.slots):
         rows.copy_(torch.empty(rows.shape, dtype=torch.uint8).random_(0, 256, generator=generator))
     return arena
+
+
+def give_all_to_a_crew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are threads of this process have a crew of two from now on, whatever the host, and lend it every byte of
+    messages, however few, and whether anybody else is busy or not."""
+    monkeypatch.setattr("kvtransfer.transports.engine.crew_threads", lambda: 2)
+    monkeypatch.setattr("kvtransfer.transports.connection.MUCH_BYTES", 1)
+    monkeypatch.setattr("kvtransfer.transports.crew.Crew._alone", lambda crew, connection: False)
 
 
 PATIENCE_S = 30  # a machine may be busy with other things
@@ -266,11 +276,11 @@ def set_stall(transport: Any, stall_s: float) -> None:
 
 
 def rigged_transport(arena: Arena, path: str, stall_s: float = 30.0, lanes: int = 1) -> ThreadTransport | Faultless:
-    """Of a path, of "device" (between GPUs over ZeroMQ), or of "faults"."""
+    """Of a path, of "device" (between GPUs over ZeroMQ), of "faults", or of "crew" (see `give_all_to_a_crew`)."""
     if path == "faults":
         return Faultless(thread_transport(arena, "zeromq", stall_s, lanes))
     kind = DeviceTransport if path in ("device", "cuda_ipc") else ThreadTransport
-    return kind(arena, options=BulkOptions("zeromq" if path == "device" else path, lanes, stall_s=stall_s))
+    return kind(arena, options=BulkOptions(path if path in PATHS else "zeromq", lanes, stall_s=stall_s))
 
 
 def sums_by_hand(data: bytes) -> bytes:

@@ -32,7 +32,7 @@ _log = logging.getLogger("wire")
 REFUSED_EXIT = 3
 LOST_EXIT = 4
 LAST_WORDS_MS = 500  # what is still queued when the process ends, "gone" among it, may take that long to leave
-SWITCH_INTERVAL_S = 0.00005  # who comes back from the kernel, several times a message, waits so long for one that computes
+SWITCH_INTERVAL_S = 0.00002  # who comes back from the kernel, several times a message, waits so long for one that computes
 PUBLISH_PERIOD_S = 0.25
 LIVE_WAIT_MS = 100  # with requests in hand deadlines are looked at ten times a second
 IDLE_WAIT_MS = 1000  # without: a loop that never wakes could not be told from one that is stuck (wire/heartbeat.py)
@@ -68,7 +68,7 @@ class WorkerConfig:
         choices=("auto", "zeromq", "shm", "cuda_ipc"),
         help="how KV travels; auto: on one host shared memory, or from GPU to GPU (cuda_ipc), if the peer's can be opened",
     )
-    lanes: int = option(1, help="connections to each peer over ZeroMQ; more pay off with two free cores for each")
+    lanes: int = option(0, help="connections to each peer over ZeroMQ; 0: up to four, one for every four cores of this host")
     threads: int = option(1, help="CPU threads of the model")
     timeline: bool = option(False, help="log when each request passes each stage, on a clock that all of a host share")
     cluster_key: str = option(
@@ -82,7 +82,7 @@ class WorkerConfig:
         if self.host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"--host {self.host} also needs --advertise: the name the router and other workers reach it by")
         require_key("--host", self.host, self.cluster_key, self.insecure)
-        self.require(num_pages=2 if self.num_pages else 0, num_slots=2, page_tokens=1, threads=1, lanes=1)
+        self.require(num_pages=2 if self.num_pages else 0, num_slots=2, page_tokens=1, threads=1, lanes=0)
         self.require(max_context=2 if self.max_context else 0)
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"--memory-fraction is {self.memory_fraction}; it must be more than 0 and at most 1")

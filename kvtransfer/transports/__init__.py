@@ -147,7 +147,7 @@ class BulkOptions:
     arenas are on GPUs of one host, and the path passes its test."""
 
     path: str = "auto"  # "auto", "zeromq", "shm" or "cuda_ipc"
-    lanes: int = 1  # connections to a peer; more pay off with two free cores for each
+    lanes: int = 0  # connections to a peer over ZeroMQ; 0: as many as threads of this host can serve at a time (crew.py)
     floor_gb_per_s: float = 0.0  # a peer whose self-test is slower is not used; 0: any speed will do
     stall_s: float = 10.0  # a peer that takes nothing for so long loses what is queued for it
 

@@ -36,7 +36,7 @@ _GIB = 1 << 30
 # A sealed chunk needs buffers; giving their pages back to the kernel each time costs 10,000 faults for 64 MiB
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(_GIB), "MALLOC_MMAP_THRESHOLD_": str(_GIB), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_SWITCH_S = 0.00005  # who computes in Python gives way to the engine's thread after so long; of Python's own 5 ms many add up
+_SWITCH_S = 0.00002  # who computes in Python gives way to the engine's thread after so long; of Python's own 5 ms many add up
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _MAX_NAME = 100  # characters
 _FAST_XXHASH = (4, 1)  # finds out at run time which vector instructions there are

@@ -8,8 +8,10 @@ in the core's cache then.
 from __future__ import annotations
 
 import ipaddress
+import select
 import selectors
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +21,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
+from kvtransfer.transports.crew import MOVE_S, Crew
 from kvtransfer.transports.memory import PIECE_BYTES
 from kvtransfer.transports.zmtp import (
     COMMAND,
@@ -37,9 +40,12 @@ from kvtransfer.transports.zmtp import (
 Show = Callable[[Any], object]
 Part = tuple[Any, Show | None]  # bytes, and what is to see them once they have left
 BURST_BYTES = 4 << 20  # read or written before others get their turn
+MUCH_BYTES = 256 << 10  # for these a thread of the crew pays off
 _SMALL_BYTES = 16 << 10  # what is read ahead of where it goes, and copied there
 _MOST_ANSWERS = 256  # that the other end leaves unread: then nothing more is read of it
 _MOST_VIEWS = 64  # in one call of the kernel
+_MOMENT_MS = 1  # for which a thread of the crew waits for more, if nobody else waits for it
+_CLOSED = "the other end has closed it"
 _WASTE = bytearray(PIECE_BYTES)  # where bytes go that nobody wants
 _NAMES = ThreadPoolExecutor(1, "kv-names")  # a name server may take its time
 
@@ -117,6 +123,7 @@ class Side:
     frame_bytes: int  # of any; a connection that announces more is closed
     begin: Callable[[Connection, bytes, bool], Incoming]
     may_begin: Callable[[], bool] = lambda: True
+    crew: Crew | None = None
 
 
 class Connection:
@@ -135,7 +142,8 @@ class Connection:
         self._greeted = False
         self._interest = 0
         self._leaving: deque[_Leaving] = deque()
-        self._waiting: deque[_Leaving] = deque()  # for the handshake
+        self._waiting: deque[_Leaving] = deque()  # for the handshake, or for what the crew writes
+        self._lent: dict[int, Future[None]] = {}  # by direction: what the crew does
         self._small = memoryview(bytearray(_SMALL_BYTES))
         self._have = 0, 0  # of it: bytes that came and were not looked at
         self._coming: deque[tuple[memoryview, memoryview]] = deque()  # of this frame: each view, and what is missing of it
@@ -175,6 +183,7 @@ class Connection:
         """What is on its way in or out is dropped."""
         if self.broken:
             return
+        self.recall(READ | WRITE)
         self.broken = why
         if self._name is not None:
             self._name.cancel()  # others wait behind it
@@ -194,11 +203,15 @@ class Connection:
 
     def ready(self, events: int) -> None:
         """It can be read, or written to: does so, for as long as there is something but no longer than a burst."""
+        if events & WRITE and not self.broken:
+            self._safely(self._write)
+        if events & READ and not self.broken and READ not in self._lent:
+            self._safely(self._read)
+
+    def _safely(self, step: Callable[[], None]) -> None:
+        """What is wrong with the other end closes it."""
         try:
-            if events & WRITE and not self.broken:
-                self._write()
-            if events & READ and not self.broken:
-                self._read()
+            step()
         except TurnedAway as error:
             self.turned_away = True
             if self._side.listens and self._greeted:
@@ -220,10 +233,10 @@ class Connection:
     @property
     def leaving(self) -> bool:
         """Whether something is on its way out that could not leave yet."""
-        return bool(self._leaving)
+        return bool(self._leaving) or WRITE in self._lent
 
     def _may_begin(self) -> bool:
-        return self._side.may_begin() and not (self._side.listens and len(self._leaving) >= _MOST_ANSWERS)
+        return self._side.may_begin() and not (self._side.listens and len(self._leaving) + len(self._waiting) >= _MOST_ANSWERS)
 
     def _open(self, where: tuple[str, int]) -> None:
         try:
@@ -257,6 +270,59 @@ class Connection:
             self._selector.modify(self._end, events, self.ready)
         self._interest = events
 
+    # --- with the crew
+
+    def _lend(self, direction: int) -> bool:
+        """Whether the crew moves what is next in this direction: it is much, its place is known, and the crew takes it."""
+        crew = self._side.crew
+        if crew is None or not self.up or direction in self._lent or self._next_bytes(direction) < MUCH_BYTES:
+            return direction in self._lent
+        future = crew.take(self, direction)
+        if future is None:
+            return False
+        self._lent[direction] = future
+        self._watch(self._interest & ~direction)
+        return True
+
+    def _next_bytes(self, direction: int) -> int:
+        """Of the first few views, which are large where it matters."""
+        if direction == WRITE:
+            return sum(len(leaving.view) for leaving in islice(self._leaving, 4))
+        return sum(len(missing) for _, missing in islice(self._coming, 4))
+
+    def move(self, direction: int) -> None:
+        """By a thread of the crew: bytes alone, in one direction. Raises what `returned` closes it for."""
+        assert self._side.crew is not None
+        until_s = time.monotonic() + MOVE_S
+        end = select.poll()
+        end.register(self._end, select.POLLOUT if direction == WRITE else select.POLLIN)
+        while time.monotonic() < until_s and (self._write_on() if direction == WRITE else self._read_on()):
+            if not self._side.crew.spare or not end.poll(_MOMENT_MS):
+                return
+
+    def returned(self, direction: int, future: Future[None]) -> None:
+        """Goes on behind what the crew has moved. What was recalled meanwhile may be a whole frame, too."""
+        if self._lent.get(direction) is future:
+            self._take_back(direction)
+            self._safely(future.result)
+        if direction == READ and READ not in self._lent and not self.broken and not self.paused:
+            self._safely(self._parse)
+
+    def recall(self, directions: int = READ | WRITE) -> None:
+        """Waits for the crew, MOVE_S at most."""
+        for direction, future in list(self._lent.items()):
+            if direction & directions:
+                if not future.cancel():
+                    future.exception()
+                self._take_back(direction)
+
+    def _take_back(self, direction: int) -> None:
+        del self._lent[direction]
+        if direction == WRITE:
+            self._leaving += self._waiting
+            self._waiting.clear()
+        self._watch(self._interest | (READ if direction == READ else WRITE if self._leaving else 0))
+
     # --- out
 
     def send(self, header: bytes, frames: Sequence[Sequence[Part]] = ()) -> Outgoing:
@@ -265,7 +331,7 @@ class Connection:
         if self.broken:
             message.done = True
             return message
-        queue = self._leaving if self.up else self._waiting
+        queue = self._leaving if self.up and WRITE not in self._lent else self._waiting
         head = frame_head(len(header), MORE if frames else 0) + header
         for index, parts in enumerate(frames, 1):
             head += frame_head(sum(len(data) for data, _ in parts), MORE if index < len(frames) else 0)
@@ -275,7 +341,7 @@ class Connection:
         if head:
             queue.append(_Leaving(memoryview(head)))
         queue[-1].ends = message
-        if self.up:
+        if queue is self._leaving:
             self.ready(WRITE)
         return message
 
@@ -286,6 +352,12 @@ class Connection:
             self._write()
 
     def _write(self) -> None:
+        if not self._lend(WRITE):
+            self._write_on()
+            self._watch(self._interest & ~WRITE | (WRITE if self._leaving else 0))
+
+    def _write_on(self) -> bool:
+        """A burst. Whether there is more."""
         budget = BURST_BYTES
         while self._leaving and budget > 0:
             views, size = [], 0
@@ -302,7 +374,7 @@ class Connection:
             self._left(sent)
             if sent < size:
                 break
-        self._watch(self._interest & ~WRITE | (WRITE if self._leaving else 0))
+        return bool(self._leaving)
 
     def _left(self, nbytes: int) -> None:
         while self._leaving and nbytes >= len(self._leaving[0].view):
@@ -320,6 +392,7 @@ class Connection:
     def divert(self) -> None:
         """Nothing more of the message that comes in is wanted: its room is not written to any more. Its `end` is called all the
         same."""
+        self.recall(READ)
         assert self._message is not None
         self._message = Nothing(self._message.end)
         self._expect(waste(sum(len(missing) for _, missing in self._coming)))
@@ -330,14 +403,9 @@ class Connection:
     def _read(self) -> None:
         self._parse()  # what a pause left
         budget = BURST_BYTES
-        while budget > 0 and not self.broken and not self.paused:
+        while budget > 0 and not self.broken and not self.paused and not self._lend(READ):
             begin, end = self._have
-            views, room = [], 0
-            for _, missing in islice(self._coming, _MOST_VIEWS):
-                views.append(missing)
-                room += len(missing)
-                if room >= PIECE_BYTES:
-                    break
+            views, room = self._next_room()
             if begin:
                 self._small[: end - begin] = bytes(self._small[begin:end])
             self._have = 0, end - begin
@@ -347,14 +415,38 @@ class Connection:
             except BlockingIOError:
                 return
             if not came:
-                raise BadPeer("the other end has closed it")
-            budget -= came if came >= PIECE_BYTES else BURST_BYTES // 4  # of small messages it is their number that takes time
+                raise BadPeer(_CLOSED)
+            budget -= came if came >= MUCH_BYTES else BURST_BYTES // 4  # of small messages it is their number that takes time
             direct = min(came, room)
             self._have = 0, end - begin + came - direct
             self._arrived(direct)
             self._parse()
             if came < room:
                 return
+
+    def _read_on(self) -> bool:
+        """A burst, of this frame at most. Whether there is more of it."""
+        budget = BURST_BYTES
+        while budget > 0 and self._coming:
+            try:
+                came = self._end.recvmsg_into(self._next_room()[0])[0]
+            except BlockingIOError:
+                break
+            if not came:
+                raise BadPeer(_CLOSED)
+            budget -= came
+            self._arrived(came)
+        return bool(self._coming)
+
+    def _next_room(self) -> tuple[list[memoryview], int]:
+        """Of this frame: where the next bytes go, a piece or a little more, and how many they are."""
+        views, room = [], 0
+        for _, missing in islice(self._coming, _MOST_VIEWS):
+            views.append(missing)
+            room += len(missing)
+            if room >= PIECE_BYTES:
+                break
+        return views, room
 
     def _arrived(self, nbytes: int) -> None:
         while nbytes:
@@ -436,7 +528,7 @@ class Connection:
 
     def _command(self, command: bytes) -> None:
         if self.up:
-            if not self._leaving:  # else that answers too; who asks and reads nothing costs no memory
+            if not self.leaving:  # else that answers too; who asks and reads nothing costs no memory
                 self._push(pong(command))
             return
         self._push(self._handshake.hear(command))

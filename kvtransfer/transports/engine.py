@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvtransfer.transports import BulkOptions, Event, Landed, Link, Lost
 from kvtransfer.transports.channel import REASON_BYTES, Channel, ChannelClosed, pack_event
 from kvtransfer.transports.connection import READ, Side
 from kvtransfer.transports.counters import Counters
+from kvtransfer.transports.crew import Crew, crew_threads
 from kvtransfer.transports.frame import MAX_HEADER_BYTES, STRAIGHT_BYTES, Hello
 from kvtransfer.transports.inbound import Inbound
 from kvtransfer.transports.jobs import Job
@@ -61,10 +63,12 @@ class Engine:
         counters, memory = site.counters, site.memory
         self._inbound = Inbound(memory, site.rows, site.options.path, counters, self._emit, self._obey)
         largest = max(STRAIGHT_BYTES, *(row_bytes for _, row_bytes in site.rows.values())) + TAG_BYTES
-        side = Side(True, site.password, MAX_HEADER_BYTES, largest, self._inbound.begin, self._inbound.may_begin)
+        threads = crew_threads()
+        self._crew = Crew(self._selector, threads) if threads else None
+        side = Side(True, site.password, MAX_HEADER_BYTES, largest, self._inbound.begin, self._inbound.may_begin, self._crew)
         self._port = Port(side, self._selector, counters)
         self._outbound = Outbound(
-            self._selector, site.password, memory, _hello(site), site.options, counters, self._emit, self._report
+            self._selector, site.password, memory, _hello(site), site.options, counters, self._emit, self._report, self._crew
         )
         self._memory, self._host = memory, site.host
 
@@ -77,11 +81,14 @@ class Engine:
         except ChannelClosed:
             return
         finally:
-            self._inbound.close()
-            self._outbound.close()
-            self._port.close()
-            self._selector.close()
-            self._channel.close()
+            self._close()
+
+    def _close(self) -> None:
+        """All of it, whatever fails."""
+        with suppress(ChannelClosed), ExitStack() as ends:
+            for each in (self._channel, self._selector, self._crew, self._port, self._outbound, self._inbound):  # backwards
+                if each is not None:
+                    ends.callback(each.close)
 
     def _listen(self) -> bool:
         try:

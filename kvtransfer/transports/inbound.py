@@ -45,7 +45,7 @@ from kvtransfer.transports.unpacker import Arrival, Copy
 from kvtransfer.transports.window import Runs, Window
 
 _MOST_LANDINGS = 16  # under way: with a chunk's bytes, what peers cost that keep to no credit
-_MOST_EARLY = 32  # chunks for memory that is still read: what a sender of eight connections has under way
+_MOST_EARLY = 32  # chunks for memory that is still read: twice what a sender of eight connections has under way
 _STILL_READ_MS = 1  # to look again whether it is
 _REMEMBERED = 4096  # closed windows: what is under way when one closes comes soon after
 _MAX_MAPPED = 64  # arenas of living peers; one more travels over the network path

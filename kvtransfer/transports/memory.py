@@ -21,7 +21,7 @@ Rows = dict[str, tuple[int, int]]  # kind -> (rows, bytes of one)
 Look = Callable[[Place], Callable[[Bytes], None]]
 T = TypeVar("T")
 
-PIECE_BYTES = 256 << 10  # of whole spans (sums.py); read and written, twice of it stays in a core's cache
+PIECE_BYTES = 1 << 20  # of whole spans (sums.py); less costs Python more turns, and more leaves the core's cache
 TASK_BYTES = 4 << 20  # what a copying thread is told to do at once: for less, telling it costs what it gains
 _THREADS = ThreadPoolExecutor(2, "kv-copy")  # of this process; one copies and looks at no more than 5 GB/s
 

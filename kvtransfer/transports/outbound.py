@@ -22,8 +22,9 @@ import numpy as np
 
 from kvtransfer.spans import PAGE
 from kvtransfer.transports import BulkOptions, Event, Key, Link
-from kvtransfer.transports.connection import Connection, Nothing, Outgoing, Part, Side
+from kvtransfer.transports.connection import WRITE, Connection, Nothing, Outgoing, Part, Side
 from kvtransfer.transports.counters import Counters
+from kvtransfer.transports.crew import Crew
 from kvtransfer.transports.frame import (
     CHUNK_BYTES,
     CORRUPT,
@@ -49,7 +50,7 @@ from kvtransfer.transports.memory import CpuMemory, DeviceMemory, Memory
 from kvtransfer.transports.packer import Packer, Parcel
 
 FETCH_BYTES = {"shm": 16 << 20, "cuda_ipc": 128 << 20}  # the same where nothing but headers is on the wire: about 3 ms each
-CREDIT = 4  # chunks under way on one connection: with CHUNK_BYTES, the buffers that a peer that does not read costs
+CREDIT = 4  # chunks under way to a peer, or two a connection: with CHUNK_BYTES, the buffers that one that does not read costs
 PROBE_BYTES = 16 << 20
 IDLE_S = 300.0  # an unused connection is closed: decode workers come and go
 RETEST_S = 5.0  # a peer that was too slow is tested again after so long
@@ -70,13 +71,18 @@ class Lane:
     """One connection, what is to go out on it, and what is under way (None: a probe), by chunk number."""
 
     connection: Connection
+    most: int = CREDIT  # chunks at a time
     parcels: dict[int, Parcel] = field(default_factory=dict)
     under_way: dict[int, Piece | None] = field(default_factory=dict)
     moved_s: float = 0.0  # when its oldest chunk was answered, or it had none
 
     @property
     def credit(self) -> int:
-        return CREDIT - len(self.parcels) - len(self.under_way)
+        return self.most - len(self.parcels) - len(self.under_way)
+
+    @property
+    def idle(self) -> bool:
+        return not self.parcels and not self.under_way
 
 
 @dataclass(slots=True, eq=False)
@@ -97,9 +103,7 @@ class Peer:
 
     @property
     def busy(self) -> bool:
-        return any(
-            lane.credit < CREDIT or lane.connection.leaving for lane in self.lanes
-        )  # it may answer what it does not read
+        return any(not lane.idle or lane.connection.leaving for lane in self.lanes)  # it may answer what it does not read
 
 
 class Outbound:
@@ -116,8 +120,11 @@ class Outbound:
         counters: Counters,
         emit: Callable[[Event], None],
         report: Callable[[str, Link | None], None],
+        crew: Crew | None = None,
     ) -> None:
         self._selector = selector
+        self._crew = crew
+        self._lanes = options.lanes or (crew.threads if crew is not None else 1)
         self._password = password
         self._memory = memory
         self._packer = Packer(memory)
@@ -220,8 +227,10 @@ class Outbound:
             link = Link(peer.path, 0.0, f"{SPOKEN[self._options.path]} is asked for and cannot be had: {peer.why}", False)
             self._tested(peer, link, now_s)
             return
-        lanes = self._options.lanes if peer.path == "zeromq" else 1
-        peer.lanes += [self._connect(peer) for _ in range(lanes - 1)]
+        more = self._lanes - 1 if peer.path == "zeromq" else 0
+        peer.lanes += [self._connect(peer) for _ in range(more)]
+        for lane in peer.lanes:
+            lane.most = max(2, CREDIT // len(peer.lanes))
         peer.greeted_s = now_s  # they have as long to connect as the first one
         if peer.link is None or peer.link.path != peer.path or not peer.link.usable:
             self._test(peer, now_s)
@@ -330,7 +339,7 @@ class Outbound:
         if not peer.busy:
             peer.moved_s = now_s
         for lane in peer.lanes:
-            if lane.credit == CREDIT:
+            if lane.idle:
                 lane.moved_s = now_s
             if lane.credit > 0 and self._computed(peer):
                 piece = self._jobs.next_piece(peer.address, partial(self._chunk_bytes, peer))
@@ -418,6 +427,8 @@ class Outbound:
             self._jobs.lose(piece.job.key, why, corrupt=ack.status == CORRUPT, closed=ack.status == LATE)
             self._jobs.release(piece)
         else:
+            if not all(tracker.done for tracker in piece.trackers):
+                lane.connection.recall(WRITE)  # its last bytes have left, and the crew is about to look at them
             self._counters.add("bulk_bytes_sent", piece.num_bytes)
             self._landed(piece)
 
@@ -442,7 +453,7 @@ class Outbound:
         def begin(_: Connection, frame: bytes, more: bool) -> Nothing:
             return Nothing(partial(self._hear, peer, lane, frame))
 
-        side = Side(False, self._password, MAX_REPLY_BYTES, MAX_REPLY_BYTES, begin)
+        side = Side(False, self._password, MAX_REPLY_BYTES, MAX_REPLY_BYTES, begin, crew=self._crew)
         lane = Lane(Connection(side, self._selector))
         lane.connection.connect(peer.address)
         return lane
