@@ -45,7 +45,7 @@ class Worker:
         self._engine = make_engine(config, runner, depth)  # first: it may give the runner its arena, and a capture is alone
         self._presence = Presence("decode", config, context)
         self.name, self.inbox, self.metrics = self._presence.name, self._presence.inbox, self._presence.metrics
-        options = BulkOptions(config.transport, config.lanes)
+        options = BulkOptions(config.transport)
         self._transport = open_transport(runner.arena, config.host, config.advertise, options, password_of(config.cluster_key))
         new_secret = make_secret if config.cluster_key else bytes
         self._receiver = Receiver(runner.arena, self._transport, ARRIVAL_TIMEOUT_S, new_secret, self.name)

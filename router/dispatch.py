@@ -445,7 +445,7 @@ class Dispatcher:
             self.metrics.add("requests_timed_out")
         pairs = ", ".join([f"{attempt.prefill.name} to {attempt.decode.name}" for attempt in request.tries])
         late = f"not finished within {request.deadline_s - request.submitted_s:g} s, {pairs or 'no worker'} had it"
-        request.reason = request.reason or late  # so that the log has its number
+        request.reason = f"{late}; before: {request.reason}" if request.reason else late
         self._fail(request, timed_out(request.rid, _because(request.failure)))
 
     # ---- another try ----

@@ -14,6 +14,9 @@ def main(arguments: list[str]) -> int:
     path: str = parser.parse_args(arguments).file
     try:
         ClusterKey.generate().write(path)
+    except FileExistsError:
+        print(f"{path} is there, and a key is never replaced: give another name, or remove it first", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"{path} cannot be made: {error.strerror}", file=sys.stderr)
         return 1

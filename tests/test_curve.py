@@ -263,5 +263,5 @@ def test_make_keys_makes_one_and_never_overwrites(tmp_path: Path) -> None:
     first = ClusterKey.read(str(tmp_path / "k"))
     assert first.secret.decode() not in done.stdout
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, "File exists" in done.stderr) == (1, True)
+    assert (done.returncode, "is never replaced: give another name" in done.stderr) == (1, True)
     assert ClusterKey.read(str(tmp_path / "k")) == first

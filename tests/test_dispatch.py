@@ -902,7 +902,8 @@ def test_a_request_that_ends_waiting_for_a_worker_names_none_either(
     assert heard.error is not None and heard.error.status == status
     what, then = ("no live decode worker", AGAIN) if status == 503 else ("not finished in time", DETAILS)
     assert heard.error.message == f"request {request.rid} ended: {what} (last failure: a decode worker was lost). {then}"
-    assert f"request {request.rid} ended with status {status}: decode worker d0 was silent for " in caplog.text
+    late = "not finished within 8 s, no worker had it; before: " if status == 504 else ""
+    assert f"request {request.rid} ended with status {status}: {late}decode worker d0 was silent for " in caplog.text
 
 
 def test_a_silent_decode_worker_is_routed_around_in_mid_stream() -> None:
@@ -1029,6 +1030,20 @@ def test_deadlines_end_requests(caplog: pytest.LogCaptureFixture) -> None:
     assert heard.error is not None and heard.error.status == 504 and len(bench.outbox.of(Abort)) == 2 and bench.is_empty()
     assert heard.error.message == f"request {request.rid} ended: not finished in time. {DETAILS}"
     assert f"request {request.rid} ended with status 504: not finished within 10 s, p0 to d0 had it" in caplog.messages
+
+
+def test_a_deadline_is_why_a_request_ended_that_had_lost_a_worker_before(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(request_timeout_s=10)
+    bench.pair()
+    bench.join("decode", "d1")
+    request, heard = bench.submit()
+    bench.wait(3.5, silent=["d0"])
+    bench.wait(7)
+    assert heard.error is not None and "a decode worker was lost" in heard.error.message
+    assert (
+        f"request {request.rid} ended with status 504: not finished within 10 s, p0 to d1 had it; before: "
+        "decode worker d0 was silent for"
+    ) in caplog.text
 
 
 def test_a_deadline_while_no_worker_has_the_request_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:

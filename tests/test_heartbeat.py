@@ -210,6 +210,21 @@ def test_a_connection_that_cannot_be_made_again_leaves_the_old_one(
     inbox.close()
 
 
+def test_a_router_that_was_warned_of_and_is_there_again_is_said_once(
+    context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "wire")
+    port = own_port()
+    heartbeat = Heartbeat(context, f"tcp://127.0.0.1:{port}", status(), period_s=0.02, unheard_s=0.2)
+    await_warning(caplog)
+    inbox = inbox_again(context, port)
+    assert inbox.wait(PATIENCE_S)
+    collect(inbox, 0.2)
+    heartbeat.close()
+    inbox.close()
+    assert caplog.messages.count(f"the router tcp://127.0.0.1:{port} is there again") == 1
+
+
 def test_an_address_that_is_none_raises(context: zmq.Context[Any]) -> None:
     with pytest.raises(zmq.ZMQError):
         Heartbeat(context, "tcp://nothing", status())

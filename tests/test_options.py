@@ -112,6 +112,21 @@ def test_help_shows_texts_and_defaults(capsys: pytest.CaptureFixture[str]) -> No
         assert part in text
 
 
+@pytest.mark.parametrize(("role", "lanes", "said"), [
+    (PrefillConfig, "-1", "--lanes is -1; it must be at least 0"),
+    (PrefillConfig, "9", "--lanes is 9; more than 8 connections to a peer only cost"),
+    (DecodeConfig, "2", "unrecognized arguments: --lanes=2"),
+])  # fmt: skip
+def test_connections_are_chosen_by_who_sends(
+    role: type[WorkerConfig], lanes: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = ["--model=m", "--router=tcp://h:1"]
+    assert parse(PrefillConfig, "prefill", [*to, "--lanes=8"]).lanes == 8
+    with pytest.raises(SystemExit):
+        parse(role, "worker", [*to, f"--lanes={lanes}"])
+    assert said in capsys.readouterr().err
+
+
 def test_the_floor_of_a_link_is_set_where_it_is_tested(capsys: pytest.CaptureFixture[str]) -> None:
     to = ["--model=m", "--router=tcp://h:1"]
     assert parse(PrefillConfig, "prefill", [*to, "--kv-floor=2.5"]).kv_floor == 2.5

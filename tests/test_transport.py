@@ -1165,7 +1165,8 @@ def test_a_slow_peer_does_not_stall_another(zeromq_opener: Opener, context: zmq.
     assert KEY not in {event.key for event in sender.poll()}
 
 
-def test_several_lanes_carry_what_one_peer_gets(zeromq_opener: Opener) -> None:
+def test_several_lanes_carry_what_one_peer_gets(zeromq_opener: Opener, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     source, target = big_arena(40), big_arena(40)
     source.pages.random_(0, 256)
     sender, receiver = zeromq_opener(source, lanes=4), zeromq_opener(target, lanes=4)
@@ -1175,6 +1176,8 @@ def test_several_lanes_carry_what_one_peer_gets(zeromq_opener: Opener) -> None:
     assert torch.equal(target.pages[1:].flip(0), source.pages[1:])
     (peer,) = sender.inner._outbound._peers.values()
     assert len(peer.lanes) == 4
+    sender.poll()
+    assert "goes over zeromq, 4 connections, " in caplog.text
 
 
 def test_an_impossible_address_is_lost_at_once(opener: Opener) -> None:

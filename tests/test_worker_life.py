@@ -83,6 +83,9 @@ class Bulk:
     def fileno(self) -> int:
         return self._descriptor
 
+    def address(self) -> str:
+        return "tcp://kv:1"
+
 
 def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -93,7 +96,9 @@ def test_presence_publishes_from_both_sides_of_the_loop_and_wakes_without_work(
     presence = Presence("prefill", config, context)
     counts = {"total_pages": 10, "queued": 0, "running": 3}
     live = [(1, 0)]
-    presence.join({"page_tokens": 8}, Model(), 7, lambda: dict(counts), lambda: live, Bulk())
+    with caplog.at_level("INFO", "wire"):
+        presence.join({"page_tokens": 8}, Model(), 7, lambda: dict(counts), lambda: live, Bulk())
+    assert f"{presence.name}: messages to {presence.inbox.address}, KV to tcp://kv:1" in caplog.messages
     counts["queued"] = 1
     now_s = time.monotonic()
     presence.stepped(500, now_s - 0.25, now_s)

@@ -46,6 +46,7 @@ class Heartbeat:
         self._socket = self._connect()
         self._unheard_since_s: float | None = None  # None: the last Status has left over a connection of members
         self._warn_at_s = self._connect_at_s = 0.0
+        self._warned = False
         self._closing = threading.Event()
         self.publish(status)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -96,7 +97,9 @@ class Heartbeat:
     def _send(self, frame: bytes) -> None:
         try:
             self._socket.send(frame)
-            self._unheard_since_s = None
+            if self._warned:
+                _log.info("the router %s is there again", self._router)
+            self._unheard_since_s, self._warned = None, False
         except zmq.Again:  # there is no connection, or none that has passed the handshake; the next beat tries again
             self._unheard(time.monotonic())
 
@@ -110,7 +113,7 @@ class Heartbeat:
             self._connect_at_s = now_s + self._unheard_s
             self._connect_again()
         if now_s >= self._warn_at_s:
-            self._warn_at_s = now_s + WARN_EVERY_S
+            self._warn_at_s, self._warned = now_s + WARN_EVERY_S, True
             _log.warning(
                 "no answer from the router %s for %.0f s: is it there, is the address right, "
                 "do both have the same --cluster-key?",

@@ -68,7 +68,6 @@ class WorkerConfig:
         choices=("auto", "zeromq", "shm", "cuda_ipc"),
         help="how KV travels; auto: on one host shared memory, or from GPU to GPU (cuda_ipc), if the peer's can be opened",
     )
-    lanes: int = option(0, help="connections to each peer over ZeroMQ; 0: up to four, one for every four cores of this host")
     threads: int = option(1, help="CPU threads of the model")
     timeline: bool = option(False, help="log when each request passes each stage, on a clock that all of a host share")
     cluster_key: str = option(
@@ -82,12 +81,10 @@ class WorkerConfig:
         if self.host in ("0.0.0.0", "::", "*") and not self.advertise:
             raise ValueError(f"--host {self.host} also needs --advertise: the name the router and other workers reach it by")
         require_key("--host", self.host, self.cluster_key, self.insecure)
-        self.require(num_pages=2 if self.num_pages else 0, num_slots=2, page_tokens=1, threads=1, lanes=0)
+        self.require(num_pages=2 if self.num_pages else 0, num_slots=2, page_tokens=1, threads=1)
         self.require(max_context=2 if self.max_context else 0)
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"--memory-fraction is {self.memory_fraction}; it must be more than 0 and at most 1")
-        if self.lanes > 8:
-            raise ValueError(f"--lanes is {self.lanes}; more than 8 connections to a peer only cost")
         if self.transport == "cuda_ipc" and self.device != "cuda":
             raise ValueError("--transport cuda_ipc goes from GPU to GPU; it needs --device cuda")
         require_port("--port", self.port)
@@ -152,6 +149,7 @@ class Bulk(Protocol):
     def counters(self) -> Mapping[str, int]: ...
     def gauges(self) -> Mapping[str, float]: ...
     def fileno(self) -> int: ...
+    def address(self) -> str: ...
 
 
 class Presence:
@@ -197,6 +195,7 @@ class Presence:
             "bos_token_id": model.bos_token_id,
             "max_batch": max_batch,
         }
+        _log.info("%s: messages to %s, KV to %s", self.name, self.inbox.address, bulk.address())
         self._poller.register(self.inbox.socket, zmq.POLLIN)
         self._poller.register(bulk.fileno(), zmq.POLLIN)
         self._heartbeat = Heartbeat(self._context, self._config.router, self._status(time.monotonic()))

@@ -77,6 +77,7 @@ class Link:
     gb_per_s: float  # of the self-test
     reason: str  # why not the faster one, or why it is not used at all; "" when there is nothing to say
     usable: bool  # not slower than the floor that is configured
+    lanes: int = 1  # connections
 
 
 class Transport(Protocol):

@@ -227,7 +227,8 @@ class BulkTransport:
             _log.error("no KV goes to %s: %s", who, link.reason)
             return
         because = f" ({link.reason})" if link.reason else ""
-        _log.info("KV to %s goes over %s, %.2f GB/s in its test%s", who, link.path, link.gb_per_s, because)
+        lanes = f", {link.lanes} connections" if link.lanes > 1 else ""
+        _log.info("KV to %s goes over %s%s, %.2f GB/s in its test%s", who, link.path, lanes, link.gb_per_s, because)
 
     def _check(self, spans: Spans) -> None:
         if spans[:, KIND].max() >= len(KINDS):

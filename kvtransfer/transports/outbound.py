@@ -444,8 +444,8 @@ class Outbound:
     def _measured(self, peer: Peer, now_s: float) -> None:
         rate = peer.probe_bytes / (time.perf_counter() - peer.probe_begin_s) / 1e9
         floor = self._options.floor_gb_per_s
-        slow = f"{peer.address} takes {rate:.2f} GB/s over {peer.path}, the floor is {floor:g} GB/s"
-        self._tested(peer, Link(peer.path, rate, peer.why if rate >= floor else slow, rate >= floor), now_s)
+        slow = f"{peer.address} takes {rate:.2f} GB/s over {peer.path}, the floor is {floor:g} GB/s (--kv-floor)"
+        self._tested(peer, Link(peer.path, rate, peer.why if rate >= floor else slow, rate >= floor, len(peer.lanes)), now_s)
 
     def _connect(self, peer: Peer) -> Lane:
         """Raises ValueError for an address that is none."""
