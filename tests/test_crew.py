@@ -196,6 +196,18 @@ def test_a_digest_is_of_all_bytes_though_the_answer_is_here_before_the_last_was_
     assert wrote.digest == landed.digest
 
 
+def close_window_once(
+    met: tuple[ThreadTransport, ThreadTransport], reached: threading.Event, go_on: threading.Event
+) -> tuple[ThreadTransport, ThreadTransport]:
+    """While the crew, which has `reached` a place where it waits for `go_on`, has the connection."""
+    sender, receiver = met
+    sender.write(receiver.address(), KEY, SPANS)
+    assert reached.wait(PATIENCE_S)
+    receiver.revoke(KEY)
+    threading.Timer(0.1, go_on.set).start()
+    return met
+
+
 def test_a_window_is_not_closed_before_the_crew_has_let_go_of_it(
     met: tuple[ThreadTransport, ThreadTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,13 +220,9 @@ def test_a_window_is_not_closed_before_the_crew_has_let_go_of_it(
             assert go_on.wait(PATIENCE_S)
         return room
 
-    sender, receiver = met
     next_room = Connection._next_room
     monkeypatch.setattr(Connection, "_next_room", late)
-    sender.write(receiver.address(), KEY, SPANS)
-    assert reading.wait(PATIENCE_S)
-    receiver.revoke(KEY)
-    threading.Timer(0.1, go_on.set).start()
+    _, receiver = close_window_once(met, reading, go_on)
     assert [type(event) for event in collect(receiver, len)] == [Drained]
     closed = receiver._arena.pages.clone()
     receiver.close()
@@ -233,13 +241,9 @@ def test_a_window_that_is_closed_behind_its_last_byte_is_answered_for(
             last.set()
             assert go_on.wait(PATIENCE_S)
 
-    sender, receiver = met
     arrived = Connection._arrived
     monkeypatch.setattr(Connection, "_arrived", late)
-    sender.write(receiver.address(), KEY, SPANS)
-    assert last.wait(PATIENCE_S)
-    receiver.revoke(KEY)
-    threading.Timer(0.1, go_on.set).start()
+    sender, receiver = close_window_once(met, last, go_on)
     (lost,) = collect(sender, len)
     assert isinstance(lost, Lost) and lost.closed
     assert receiver.address() in sender.links(), "the connection is as good as before"

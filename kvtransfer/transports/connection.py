@@ -308,7 +308,7 @@ class Connection:
         if direction == READ and READ not in self._lent and not self.broken and not self.paused:
             self._safely(self._parse)
 
-    def recall(self, directions: int = READ | WRITE) -> None:
+    def recall(self, directions: int) -> None:
         """Waits for the crew, MOVE_S at most."""
         for direction, future in list(self._lent.items()):
             if direction & directions:

@@ -11,10 +11,11 @@ import os
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
+
+from kvtransfer.transports.memory import fulfil
 
 MOVE_S = 0.005  # of one burst, at most: it may be waited for, and others may be waiting for a thread
 _TOGETHER_S = 0.05  # two connections that had much to move within so long are busy at the same time
@@ -67,7 +68,7 @@ class Crew:
         future = Future[None]()
         future.add_done_callback(partial(self._ring, connection, direction))
         try:
-            self._pool.submit(_run, future, partial(connection.move, direction))
+            self._pool.submit(fulfil, future, partial(connection.move, direction))
         except RuntimeError:  # no thread can be started; one that is there may have come to it all the same
             if future.cancel():
                 return None
@@ -99,13 +100,3 @@ class Crew:
         os.eventfd_read(self._bell)
         if self._back:  # it rang again in between
             os.eventfd_write(self._bell, 1)
-
-
-def _run(future: Future[None], move: Callable[[], None]) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            move()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)

@@ -63,11 +63,16 @@ class Task(Generic[T]):
         return self._call() if self._future.cancel() else self._future.result()
 
     def _run(self) -> None:
-        if self._future.set_running_or_notify_cancel():
-            try:
-                self._future.set_result(self._call())
-            except BaseException as error:
-                self._future.set_exception(error)
+        fulfil(self._future, self._call)
+
+
+def fulfil(future: Future[T], call: Callable[[], T]) -> None:
+    """By a thread: unless it was cancelled before."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 class Behind:
