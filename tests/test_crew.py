@@ -196,6 +196,34 @@ def test_a_digest_is_of_all_bytes_though_the_answer_is_here_before_the_last_was_
     assert wrote.digest == landed.digest
 
 
+def test_what_is_sent_meanwhile_leaves_behind_what_the_crew_sends(
+    met: tuple[ThreadTransport, ThreadTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sending, go_on = threading.Event(), threading.Event()
+
+    def late(connection: Connection, nbytes: int) -> None:
+        if threading.current_thread().name.startswith("kv-crew") and not connection._side.listens:
+            sending.set()
+            assert go_on.wait(PATIENCE_S)
+        left(connection, nbytes)
+
+    sender, receiver = met
+    receiver.expect((9, 0), 2, range(9, 17))
+    left = Connection._left
+    monkeypatch.setattr(Connection, "_left", late)
+    sender.write(receiver.address(), KEY, SPANS)
+    assert sending.wait(PATIENCE_S)
+    sender.write(receiver.address(), (9, 0), table(Span("page", page, page + 8, 0, LAYOUT.page_bytes) for page in range(1, 9)))
+    (peer,) = sender.inner._outbound._peers.values()
+    assert wait(lambda: peer.lanes[0].connection._waiting), "it is not put where the crew is at work"
+    go_on.set()
+    wrote = collect(sender, lambda events: len(events) == 2)
+    landed = collect(receiver, lambda events: len(events) == 2)
+    sent = {event.key: event.digest for event in wrote if isinstance(event, Wrote)}
+    assert sent == {event.key: event.digest for event in landed if isinstance(event, Landed)}
+    assert sent.keys() == {KEY, (9, 0)}
+
+
 def close_window_once(
     met: tuple[ThreadTransport, ThreadTransport], reached: threading.Event, go_on: threading.Event
 ) -> tuple[ThreadTransport, ThreadTransport]:

@@ -1384,7 +1384,7 @@ def test_a_peer_below_the_floor_is_not_used_and_the_reason_is_said(caplog: pytes
         sender.write(receiver.address(), KEY, table([page_span(1, 1)]))
         (lost,) = collect(sender, len)
     assert isinstance(lost, Lost)
-    assert "GB/s over zeromq, the floor is 1000 GB/s" in lost.reason
+    assert "GB/s over zeromq, the floor is 1000 GB/s (--kv-floor)" in lost.reason
     assert lost.reason in caplog.text
     assert sender.gauges()["kv_links_unusable"] == 1
     sender.write(receiver.address(), (8, 0), table([page_span(1, 1)]))
